@@ -77,3 +77,25 @@ def test_wrong_files_are_named(tmp_path, config):
     images = tmp_path / "images.toml"
     images.write_text(f"[data]\nfolder = '{folder}'\n")
     assert "IDX format" in fed("simulate", images).stderr
+
+
+def test_a_run_is_scored_and_paid(tmp_path, config):
+    folder = tmp_path / "run"
+    done = fed("run", config, "--out", folder, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    balances = found["balances"]
+    assert sum(balances.values()) == 0
+    paid = [balances.get(f"client:{number}", 0) for number in range(20)]
+    assert min(paid) >= 0
+    assert sum(amount > 0 for amount in paid) > 10
+    # 100 tokens for each model; a tenth is the infrastructure's.
+    assert balances["infrastructure"] == found["result"]["rounds"] * 10_000_000
+    assert found["result"]["final"] > 0.5
+    assert found["signed"]
+    assert "<h2>Participation" in (folder / "report.html").read_text()
+    verified = fed("ledger", "verify", folder / "ledger.db", "--receipts")
+    assert verified.returncode == 0, verified.stderr
+    again = fed("run", config, "--out", folder)
+    assert again.returncode == 2
+    assert "has files" in again.stderr

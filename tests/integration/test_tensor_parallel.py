@@ -129,7 +129,7 @@ def test_an_error_of_one_rank_is_that_of_all(two):
         errors = found["differ"]
         assert "rank 0 failed while the others waited for it" in errors["example"]
         assert "to have 2 channels, but got 3" in errors["example"]
-        assert "LBFGS updates whole matrices" in errors["optimizer"]
+        assert "the optimizer of rank 1 is another one than that of rank 0" in errors["optimizer"]
         assert "the layer head of rank 1 cannot be divided as that of rank 0" in errors["frozen"]
         assert "with nothing to train, and divided by its inputs, with weight" in errors["frozen"]
 

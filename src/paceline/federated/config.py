@@ -83,6 +83,12 @@ class FederationConfig(Record):
     scores: str = ""
 
     @classmethod
+    def small(cls) -> FederationConfig:
+        """Return a federation of 20 clients, for whom the digits of scikit-learn suffice."""
+        work = Work(epochs=2.0, learning_rate=0.05)
+        return cls(clients=20, cohort=5, rounds=200, work=work)
+
+    @classmethod
     def from_toml(cls, path: Path) -> FederationConfig:
         """Return what a file describes; relative paths in it begin at its folder.
 

@@ -24,9 +24,10 @@ from paceline.federated.strategies import make_strategy
 from paceline.report.federation.model import FederationReport, FederationRun
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from paceline.federated.config import FederationConfig
+    from paceline.federated.pay import PaidRounds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +113,7 @@ def simulate(
     strategy: str,
     seed: int,
     *,
-    on_evaluation: Callable[[float, int, float], None] | None = None,
+    pay: PaidRounds | None = None,
 ) -> FederationResult:
     """Return what a strategy comes to; the same arguments bring the same result.
 
@@ -122,7 +123,7 @@ def simulate(
         scores: of devices.
         strategy: its name.
         seed: of everything that is drawn.
-        on_evaluation: called with seconds, round and accuracy.
+        pay: pays clients; None: nobody is paid.
     """
     split = make_generator(seed, "split")
     parts = dirichlet_split(
@@ -132,15 +133,9 @@ def simulate(
     if config.data.slow_classes:
         slow = np.isin(data.labels, config.data.slow_classes)
         world.order_by(np.array([slow[part].mean() for part in parts]))
-    simulation = Simulation(
-        data,
-        parts,
-        world,
-        make_strategy(strategy, config.cohort, config.goals),
-        work=config.work,
-        seed=seed,
-    )
-    outcome = simulation.run(config.budget_s, config.rounds, on_evaluation=on_evaluation)
+    chosen = make_strategy(strategy, config.cohort, config.goals)
+    simulation = Simulation(data, parts, world, chosen, work=config.work, seed=seed, pay=pay)
+    outcome = simulation.run(config.budget_s, config.rounds)
     return _result(outcome, strategy, seed, config.target)
 
 

@@ -26,12 +26,13 @@ class UpdateMemory:
     """The last update of each client; 4 bytes per parameter and client that has answered.
 
     Args:
-        weights: of the clients in the global model; shape (clients,), any scale.
+        weights: of the clients in the global model; shape (clients,), any scale. Not to be changed
+            for a client that has answered.
         parameters: of the model.
     """
 
     def __init__(self, weights: np.ndarray, parameters: int) -> None:
-        self._weights = weights / weights.sum()
+        self._weights = weights
         self._last: dict[int, np.ndarray] = {}
         self._sum = np.zeros(parameters, np.float64)  # of weighted last updates
         self._total = 0.0  # weight of the clients that have answered

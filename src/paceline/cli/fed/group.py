@@ -7,7 +7,9 @@ import click
 from paceline.cli.lazy import LazyGroup
 
 VERBS = {
+    "run": "Train one federation; score and pay its clients.",
     "simulate": "Train a federation of simulated clients; compare strategies.",
+    "ledger": "Verify, export and read the ledger of a federation's tokens.",
 }
 
 

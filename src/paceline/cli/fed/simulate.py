@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     short_help="Train a federation of simulated clients; compare strategies.",
     epilog="""\b
 Example: paceline fed simulate federation.toml --strategy all --seeds 3
-  the file:     docs/guides/federated.md; without one, 100 clients share the digits of scikit-learn
+  the file:     docs/guides/federated.md; without one, 20 clients share the digits of scikit-learn
   strategies:   paceline, random, over-selected, power-of-choice, tifl, oort, fedbuff
 """,
 )
@@ -66,7 +66,7 @@ def simulate(
         from paceline.report.page.document import prepare_page
 
         prepare_page(out)
-    given = FederationConfig() if config is None else FederationConfig.from_toml(config)
+    given = FederationConfig.small() if config is None else FederationConfig.from_toml(config)
     names = STRATEGIES if "all" in strategies else strategies or (given.strategy,)
     for name in names:
         make_strategy(name, given.cohort)  # an unknown one is an error before anything is computed
@@ -81,7 +81,7 @@ def simulate(
     if as_json:
         printed = {"config": given.to_json(), "results": [result.to_json() for result in results]}
         click.echo(json.dumps(printed))
-    report = study.to_report(str(config or "100 clients with digits"), given, results)
+    report = study.to_report(str(config or "20 clients with digits"), given, results)
     if not as_json:
         from rich.console import Console
 

@@ -20,17 +20,17 @@ from paceline.core.errors import UsageError
 from paceline.core.randomness import make_generator
 from paceline.core.record import Record
 from paceline.federated.clients import Profiler, Timing, jain
-from paceline.federated.monitor import Monitor, evaluate
-from paceline.federated.rounds import Aggregate, RoundController, Start
+from paceline.federated.monitor import Evaluation, Monitor, evaluate
+from paceline.federated.rounds import RoundController, Start
+from paceline.federated.server import FederationServer
 from paceline.federated.simulate.classifier import Classifier
 from paceline.federated.simulate.world import LONGEST_S
-from paceline.federated.update_memory import UpdateMemory
-from paceline.federated.updates import ModelUpdate, check_update
+from paceline.federated.updates import ModelUpdate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from paceline.federated.rounds import Action
+    from paceline.federated.pay import PaidRounds
     from paceline.federated.simulate.images import ImageData
     from paceline.federated.simulate.world import World
     from paceline.federated.strategies import Strategy
@@ -119,7 +119,7 @@ class Simulation:
         strategy: how the federation is run.
         work: of a client.
         seed: of selection, training and the first model.
-        evaluate_every: new models.
+        pay: pays clients; None: nobody is paid.
     """
 
     def __init__(
@@ -131,52 +131,47 @@ class Simulation:
         *,
         work: Work | None = None,
         seed: int = 0,
-        evaluate_every: int = 5,
+        pay: PaidRounds | None = None,
     ) -> None:
-        self._data, self._parts, self._world, self._strategy = data, parts, world, strategy
-        self._work, self._evaluate_every = work or Work(), evaluate_every
+        self._data, self._parts, self._world = data, parts, world
+        self._work = work or Work()
         self._classifier = Classifier(inputs=data.images.shape[1])
-        self._model = self._classifier.initial(make_generator(seed, "model"))
         self._rng = make_generator(seed, "training")
-        sizes = np.array([part.size for part in parts])
-        self._steps = np.array([self._work.steps(size) for size in sizes])
-        samples = self._steps * self._work.batch
-        profiler = Profiler(sizes.size)
-        for client in range(sizes.size):
+        self._sizes = np.array([part.size for part in parts])
+        self._steps = np.array([self._work.steps(size) for size in self._sizes])
+        profiler = Profiler(len(parts))
+        for client in range(len(parts)):
             link_s = (world.down_s[client] + world.up_s[client]) / 2
             profiler.claim(client, world.sample_s[client], link_s)
-        self._controller = RoundController(
+        controller = RoundController(
             strategy.rounds,
             strategy.make_selector(make_generator(seed, "selection")),
             profiler,
-            samples,
+            self._steps * self._work.batch,
             2 * self._work.model_bytes,
         )
-        self._sizes = sizes
-        self._memory = UpdateMemory(sizes.astype(float), self._classifier.parameters)
-        self._models = {0: self._model}  # by version, as long as a client works with it
+        self._server = FederationServer(
+            controller,
+            self._classifier.initial(make_generator(seed, "model")),
+            self._sizes,
+            remembers=strategy.remembers,
+            evaluate=self._evaluate,
+            pay=pay,
+        )
+        self._is_buffered = strategy.rounds.in_flight > 0
+        self._most_working = max(1, strategy.rounds.in_flight)
         self._events: list[tuple[float, int, _Done]] = []
         self._order = itertools.count()
-        self._monitor = Monitor()
-        self._alarms: dict[str, None] = {}
         self._sent_bytes = 0
-        self._came_online = np.zeros(sizes.size, bool)
+        self._came_online = np.zeros(len(parts), bool)
 
-    def run(
-        self,
-        budget_s: float,
-        rounds: int,
-        *,
-        target: float = math.inf,
-        on_evaluation: Callable[[float, int, float], None] | None = None,
-    ) -> Outcome:
+    def run(self, budget_s: float, rounds: int, *, target: float = math.inf) -> Outcome:
         """Run until a budget is spent.
 
         Args:
             budget_s: simulated seconds.
             rounds: new models.
             target: smoothed accuracy at which to end.
-            on_evaluation: called with seconds, round and accuracy.
 
         Raises:
             UsageError: the budget is longer than a simulation can be.
@@ -187,55 +182,62 @@ class Simulation:
                 where="federation",
                 fix=f"Give at most {LONGEST_S:g} s",
             )
-        now_s = 0.0
-        while now_s <= budget_s and self._controller.version < rounds:
+        now_s, server = 0.0, self._server
+        while now_s <= budget_s and server.version < rounds:
             online = self._world.online(now_s)
             self._came_online |= online
-            actions = self._controller.advance(now_s, online, tuple(self._monitor.smoothed()))
-            for action in actions:
-                self._perform(now_s, action, on_evaluation)
-            if self._monitor.evaluations and self._monitor.final >= target:
+            for action in server.advance(now_s, online):
+                if isinstance(action, Start):
+                    self._start(now_s, action)
+            if server.monitor.evaluations and server.monitor.final >= target:
                 break
-            if any(isinstance(action, Aggregate) for action in actions):
-                continue  # more updates may wait, and a new round begins at once
             now_s = self._wait(now_s)
         return Outcome(
-            monitor=self._monitor,
+            monitor=server.monitor,
             seconds=min(now_s, budget_s),
-            rounds=self._controller.version,
-            returned=self._controller.returned.copy(),
+            rounds=server.version,
+            returned=server.controller.returned.copy(),
             came_online=self._came_online,
-            spent_s=self._controller.spent_s,
-            wasted_s=self._controller.wasted_s,
+            spent_s=server.controller.spent_s,
+            wasted_s=server.controller.wasted_s,
             sent_bytes=self._sent_bytes,
-            alarms=tuple(self._alarms),
+            alarms=tuple(server.alarms),
         )
+
+    def _start(self, now_s: float, action: Start) -> None:
+        """Draw how long a client takes, and whether its work is lost."""
+        samples = int(self._steps[action.client]) * self._work.batch
+        timing, seconds = self._world.timing(action.client, samples, self._work.model_bytes)
+        lost = self._world.is_lost()
+        done = _Done(action.client, action.version, None if lost else timing)
+        heapq.heappush(self._events, (now_s + seconds, next(self._order), done))
+        self._sent_bytes += self._work.model_bytes
 
     def _wait(self, now_s: float) -> float:
         """Move on to the next thing that happens, take it, and return its time."""
-        deadline_s = self._controller.next_deadline_s
+        controller = self._server.controller
+        deadline_s = controller.next_deadline_s
         done_s = self._events[0][0] if self._events else math.inf
         times = [done_s, math.inf if deadline_s is None else deadline_s]
-        if len(self._controller.working) < max(1, self._strategy.rounds.in_flight):
+        if len(controller.working) < (self._most_working if self._is_buffered else 1):
             times.append(self._world.next_change_s())
         next_s = min(times)
-        if done_s == next_s and self._events:
+        if self._events and done_s == next_s:
             _, _, done = heapq.heappop(self._events)
-            self._take(done_s, done)
+            if self._server.waits_for(done.client, done.version):
+                self._take(done_s, done)
         return max(now_s, next_s)
 
     def _take(self, now_s: float, done: _Done) -> None:
         if done.timing is None:
-            self._controller.lost(now_s, done.client)
+            self._server.lost(now_s, done.client)
             return
-        if done.client not in self._controller.working or done.version not in self._models:
-            return  # cancelled
         update = self._trained(done.client, done.version)
         self._sent_bytes += self._work.model_bytes
-        self._controller.arrived(now_s, done.client, update, done.timing)
+        self._server.arrived(now_s, done.client, update, done.timing)
 
     def _trained(self, client: int, version: int) -> ModelUpdate:
-        part, before = self._parts[client], self._models[version]
+        part, before = self._parts[client], self._server.model_of(client)
         steps = int(self._steps[client])
         after, loss = self._classifier.train(
             before,
@@ -255,55 +257,6 @@ class Simulation:
             loss=loss,
         )
 
-    def _perform(
-        self,
-        now_s: float,
-        action: Action,
-        on_evaluation: Callable[[float, int, float], None] | None,
-    ) -> None:
-        if isinstance(action, Start):
-            samples = int(self._steps[action.client]) * self._work.batch
-            timing, seconds = self._world.timing(action.client, samples, self._work.model_bytes)
-            lost = self._world.is_lost()
-            done = _Done(action.client, action.version, None if lost else timing)
-            heapq.heappush(self._events, (now_s + seconds, next(self._order), done))
-            self._sent_bytes += self._work.model_bytes
-        elif isinstance(action, Aggregate):
-            self._aggregate(now_s, action, on_evaluation)
-
-    def _aggregate(
-        self,
-        now_s: float,
-        action: Aggregate,
-        on_evaluation: Callable[[float, int, float], None] | None,
-    ) -> None:
-        for update in action.updates:
-            check_update(update, self._classifier.parameters)
-        sizes = [self._sizes[client] for client in action.clients]
-        weights = [size * late for size, late in zip(sizes, action.staleness, strict=True)]
-        deltas = [update.delta for update in action.updates]
-        if self._strategy.remembers:
-            for client, delta in zip(action.clients, deltas, strict=True):
-                self._controller.surprised(client, self._memory.distance(client, delta))
-            change = self._memory.combine(action.clients, deltas, weights)
-        else:
-            change = np.average(deltas, axis=0, weights=weights).astype(np.float32)
-        self._model = self._model + change
-        version = self._controller.version
-        self._models[version] = self._model
-        in_use = {done.version for _, _, done in self._events} | {version}
-        self._models = {v: model for v, model in self._models.items() if v in in_use}
-        if version % self._evaluate_every == 0:
-            self._evaluate(now_s, on_evaluation)
-
-    def _evaluate(
-        self, now_s: float, on_evaluation: Callable[[float, int, float], None] | None
-    ) -> None:
-        scores = self._classifier.probabilities(self._model, self._data.test_images)
-        version = self._controller.version
-        evaluation = evaluate(now_s, version, scores.argmax(1), self._data.test_labels)
-        alarm = self._monitor.add(evaluation)
-        if alarm:
-            self._alarms.setdefault(alarm.split(":")[0])
-        if on_evaluation:
-            on_evaluation(now_s, version, evaluation.accuracy)
+    def _evaluate(self, now_s: float, version: int, model: np.ndarray) -> Evaluation:
+        predicted = self._classifier.probabilities(model, self._data.test_images).argmax(1)
+        return evaluate(now_s, version, predicted, self._data.test_labels)
