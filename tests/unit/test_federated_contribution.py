@@ -190,7 +190,8 @@ class Clients:
 
 
 def contribution():
-    return Contribution(PARAMETERS, seed=5, options=ContributionOptions(window=6))
+    options = ContributionOptions(window=6, shapley=ShapleyOptions(most_sweeps=2))
+    return Contribution(PARAMETERS, seed=5, options=options)
 
 
 @pytest.mark.parametrize("with_data", [True, False])
