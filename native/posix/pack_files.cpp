@@ -168,6 +168,9 @@ int pack_files_find(PackFiles* pack, const char* name, size_t length, PackEntry*
 int pack_files_name(PackFiles* pack, PackEntry entry, char* name, size_t* length) {
   return translated(pack, [&] {
     const PackIndex& index = pack->reader.index();
+    const bool is_there = entry.kind == PACK_FILE ? entry.number < index.sample_count()
+                                                  : entry.number <= index.folder_count();
+    if (!is_there) return ENOENT;  // of a program that was started with another pack
     volatile int problem = 0;
     index.read([&] {
       const bool is_file = entry.kind == PACK_FILE;
