@@ -248,9 +248,11 @@ static int copy(OpenFile* file, void* target, size_t count, uint64_t position) {
   if (bytes == NULL) {
     /* All at once, as most programs read small files: no need to keep the bytes. */
     if (position == 0 && count == file->status.size) {
+      int problem = pack_files_read_stored(file->pack, file->entry.number, target);
+      if (problem != ENOTSUP) return problem;
       Protection before;
       protect(&before);
-      const int problem = pack_files_read(file->pack, file->entry.number, target);
+      problem = pack_files_read(file->pack, file->entry.number, target);
       unprotect(&before);
       return problem;
     }
@@ -275,19 +277,19 @@ ssize_t read_file(OpenFile* file, void* target, size_t count, int64_t position) 
   if ((atomic_load_explicit(&file->flags, memory_order_relaxed) & O_PATH) != 0) return fail(EBADF);
   const bool moves = position < 0;
   const int64_t size = (int64_t)file->status.size;
-  int64_t from;
-  int64_t length;
-  do { /* two threads that read one descriptor get different parts */
+  int64_t from = position;
+  int64_t length = 0;
+  for (bool has_part = false; !has_part;) { /* two threads that read one descriptor get different parts */
     const int kernel = kernel_of(file);
     if (kernel >= 0) {
       return moves ? REAL(read)(kernel, target, count) : REAL(pread)(kernel, target, count, position);
     }
-    from = moves ? atomic_load(&file->position) : position;
+    if (moves) from = atomic_load(&file->position);
     if (from == position_of_kernel) continue;
     length = from >= size ? 0 : size - from;
     if ((uint64_t)length > count) length = (int64_t)count;
-  } while (moves && (from == position_of_kernel ||
-                     !atomic_compare_exchange_weak(&file->position, &from, from + length)));
+    has_part = !moves || atomic_compare_exchange_weak(&file->position, &from, from + length);
+  }
   if (length == 0) return 0;
   const int problem = copy(file, target, (size_t)length, (uint64_t)from);
   if (problem == 0) return length;

@@ -218,14 +218,21 @@ uint64_t pack_files_inode(PackFiles* pack, PackEntry entry) {
   return inode(pack->reader.index(), entry);
 }
 
+int pack_files_read_stored(PackFiles* pack, uint64_t sample, void* target) {
+  return translated(pack, [&] {
+    auto single = pack->reader.find_single(sample);
+    if (!single) return ENOTSUP;
+    single->target = static_cast<std::byte*>(target);
+    pack->reader.read_single(*single);
+    return 0;
+  });
+}
+
 int pack_files_read(PackFiles* pack, uint64_t sample, void* target) {
+  const int problem = pack_files_read_stored(pack, sample, target);
+  if (problem != ENOTSUP) return problem;
   return translated(pack, [&] {
     auto* const bytes = static_cast<std::byte*>(target);
-    if (auto single = pack->reader.find_single(sample)) {
-      single->target = bytes;
-      pack->reader.read_single(*single);
-      return 0;
-    }
     const std::int64_t ids[] = {static_cast<std::int64_t>(sample)};
     std::int64_t offsets[2] = {};
     const std::size_t size = pack->reader.plan_batch(ids, offsets);

@@ -364,6 +364,34 @@ HOOK int posix_spawn_file_actions_addopen(posix_spawn_file_actions_t* actions, i
   return number < 0 ? errno : posix_spawn_file_actions_adddup2(actions, number, wanted);
 }
 
+/* --- io_uring ---------------------------------------------------------------------------------------- */
+
+/* What a program hands to a ring is done by the kernel, which does not know the mounts. Programs that use
+   liburing can be told; of rings that are made by system calls the shim does not hear. */
+static void name_ring(void) {
+  static atomic_bool is_named;
+  if (mount_count() == 0 || atomic_exchange(&is_named, true)) return;
+  dprintf(STDERR_FILENO,
+          "paceline: %s uses io_uring, which does not see the mount %s. Mount the pack by FUSE for it: "
+          "paceline store mount\n",
+          program_invocation_short_name, mount_of_number(0)->point);
+}
+
+struct io_uring;
+struct io_uring_params;
+int io_uring_queue_init(unsigned entries, struct io_uring* ring, unsigned flags);
+int io_uring_queue_init_params(unsigned entries, struct io_uring* ring, struct io_uring_params* how);
+
+HOOK int io_uring_queue_init(unsigned entries, struct io_uring* ring, unsigned flags) {
+  name_ring();
+  return REAL(io_uring_queue_init)(entries, ring, flags);
+}
+
+HOOK int io_uring_queue_init_params(unsigned entries, struct io_uring* ring, struct io_uring_params* how) {
+  name_ring();
+  return REAL(io_uring_queue_init_params)(entries, ring, how);
+}
+
 /* --- the start of a program -------------------------------------------------------------------------- */
 
 void inherit_descriptors(void) {

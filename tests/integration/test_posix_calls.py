@@ -1,7 +1,8 @@
 """Calls of the C library that Python makes not, or not so: each finds what it finds in the tree.
 
-Some of what they look for does harm far from where it was done: a file of a mount that reads from a
-number which the program closed or gave away, a child of vfork that moves its parent's working folder.
+Some of what they look for does harm far from where it was done: a file of a mount that reads
+from a number which the program closed or gave away, or a child of vfork
+that moves its parent's working folder.
 """
 
 import os
@@ -96,3 +97,23 @@ def test_a_program_with_an_environment_of_its_own_is_still_left_out(twins):
     environ = {**os.environ, **twins.variables(never=["cat"])}
     done = twins.run(["bash", "-c", line], is_mounted=True, env=environ)
     assert done.stdout == b"hello\n"
+
+
+def test_a_program_with_io_uring_is_named_once(twins, tmp_path):
+    # A library of that name, without the kernel's part of it.
+    (tmp_path / "uring.c").write_text(
+        "int io_uring_queue_init(unsigned n, void* ring, unsigned flags) { return n; }"
+    )
+    (tmp_path / "uses.c").write_text(
+        "int io_uring_queue_init(unsigned, void*, unsigned);"
+        "int main() { return io_uring_queue_init(3, 0, 0) + io_uring_queue_init(4, 0, 0); }"
+    )
+    library = tmp_path / "liburing.so"
+    program = tmp_path / "uses"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "uring.c"], check=True)
+    subprocess.run(["cc", "-o", program, tmp_path / "uses.c", library], check=True)
+    done = twins.run([program], is_mounted=True)
+    assert done.returncode == 7
+    assert done.stderr.count(b"uses uses io_uring") == 1
+    assert b"paceline store mount" in done.stderr
+    assert twins.run([program], is_mounted=False).stderr == b""
