@@ -35,7 +35,7 @@ using Random = std::mt19937_64;
 extern "C" const char* __asan_default_options();
 extern "C" const char* __asan_default_options() {
   // Larger than anything that a frame may make a node or a client ask for.
-  return "max_allocation_size_mb=16:allocator_may_return_null=0:detect_leaks=1";
+  return "max_allocation_size_mb=16:allocator_may_return_null=0:detect_leaks=1:quarantine_size_mb=4";
 }
 #endif
 
@@ -360,7 +360,7 @@ void use_wrong_node(int listener, std::uint16_t port, Random& random) {
     std::vector<WantedRange> wanted;
     std::vector<std::vector<std::byte>> targets(3 + random() % 20);
     for (auto& target : targets) {
-      target.resize(random() % 500);
+      target.resize(1 + random() % 500);
       const ByteRange range{random() % (shard_bytes.size() - 500), target.size()};
       wanted.push_back({.shard = static_cast<std::uint32_t>(random() % 2),
                         .range = range,
