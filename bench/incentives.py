@@ -17,7 +17,7 @@ likelihood of an attack at the end, attackers against honest clients. Accuracy: 
 third of the rounds, on images that pay for nothing. "least": income of the honest client at the
 first decile, over the mean.
 
-    python bench/incentives.py --json [--quick] [--data DIR] [--outcomes FILE]
+    python bench/incentives.py --json [--quick] [--data DIR] [--outcomes FILE [--minutes M]]
 
 DIR holds `fashion-mnist/`; without it the digits of scikit-learn stand in, and no figure is
 compared with a bar.
@@ -33,8 +33,8 @@ import os
 import statistics
 import sys
 import time
-from collections import defaultdict
-from concurrent.futures import ProcessPoolExecutor
+from collections import defaultdict, deque
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -58,6 +58,7 @@ from paceline.federated.updates import check_updates
 CLIENTS, COHORT, ATTACKERS, ALPHA = 30, 10, 6, 0.5
 VALIDATION = 300
 SHAPLEY = ShapleyOptions(most_sweeps=2)  # 20 orders of 10 clients
+PROCESSES = 2
 REEXAMINED = 0.1  # chance that a client that is not admitted is asked all the same
 RARE = 2  # clients that own a class
 BASELINES = ("claimed", "averaged", "records", "gate")
@@ -126,7 +127,7 @@ class Records(Scheme):
 
     def select(self, clients, rng):
         numbers = {name(client): client for client in clients}
-        return [numbers[one] for one in self.records.select(list(numbers), COHORT, rng)]
+        return [numbers[known] for known in self.records.select(list(numbers), COHORT, rng)]
 
     def settle(self, updates, utility, accuracy_of):
         reached = {update.client: accuracy_of(update.delta) for update in updates}
@@ -252,8 +253,8 @@ def client_of(identity):
 
 def auc(likelihood, attackers):
     """Return how often an attacker's likelihood is above an honest client's; None: no such."""
-    bad = [value for one, value in likelihood.items() if client_of(one) in attackers]
-    good = [value for one, value in likelihood.items() if client_of(one) not in attackers]
+    bad = [value for identity, value in likelihood.items() if client_of(identity) in attackers]
+    good = [value for identity, value in likelihood.items() if client_of(identity) not in attackers]
     if not bad or not good:
         return None
     pairs = list(itertools.product(bad, good))
@@ -285,11 +286,14 @@ def figures(outcome, plain):
 
 
 def jobs(quick, seeds):
-    """Yield attack, scheme and seed of all runs."""
+    """Yield attack, scheme and seed of all runs: first those that bars are for."""
+    attacks = QUICK if quick else ATTACKS
     for seed in seeds:
-        for attack in QUICK if quick else ATTACKS:
+        for attack in attacks:
             yield attack, "ours", seed
-            for scheme in ("claimed",) if quick else BASELINES:
+    for seed in seeds:
+        for scheme in ("claimed",) if quick else BASELINES:
+            for attack in attacks:
                 if attack in COMPARED[scheme]:
                     yield attack, scheme, seed
 
@@ -306,17 +310,24 @@ IMAGES = {}
 
 
 def summary(outcomes, attack, scheme):
-    """Return the row of an attack under a scheme: means over the seeds."""
-    by_key = {(o["attack"], o["scheme"], o["seed"]): o for o in outcomes}
-    mine = [o for o in outcomes if (o["attack"], o["scheme"]) == (attack, scheme)]
+    """Return the row of an attack under a scheme: means over the seeds; empty without any."""
+    by_key = {key(o): o for o in outcomes}
     plain_name = "rare" if attack.startswith("rare") else "none"
+    mine = [
+        o
+        for o in outcomes
+        if (o["attack"], o["scheme"]) == (attack, scheme)
+        and (plain_name, scheme, o["seed"]) in by_key
+    ]
+    if not mine:
+        return {}
     each = [figures(o, by_key[plain_name, scheme, o["seed"]]) for o in mine]
     row = {"attack": attack, "scheme": scheme, "seeds": len(mine)}
-    for key in ("income", "paired", "together", "alone", "rare", "least"):
-        values = [f[key] for f in each if f.get(key) is not None]
+    for figure in ("income", "paired", "together", "alone", "rare", "least"):
+        values = [f[figure] for f in each if f.get(figure) is not None]
         if values:
-            row[key] = statistics.mean(values)
-            row[f"{key}_range"] = [min(values), max(values)]
+            row[figure] = statistics.mean(values)
+            row[f"{figure}_range"] = [min(values), max(values)]
     areas = [o["auc"] for o in mine if o["auc"] is not None]
     if areas:
         row["auc"] = statistics.mean(areas)
@@ -332,11 +343,11 @@ def against_claims(outcomes, attack, scheme):
     TIFF reports up to 6.9 % more tokens for normal providers, up to 18.1 % fewer for malicious
     ones, and up to 7.4 % more accuracy; its setting differs from this one.
     """
-    by_key = {(o["attack"], o["scheme"], o["seed"]): o for o in outcomes}
+    by_key = {key(o): o for o in outcomes}
     pairs = [
         (outcome, by_key[attack, "claimed", seed])
         for (name, paying, seed), outcome in by_key.items()
-        if (name, paying) == (attack, scheme)
+        if (name, paying) == (attack, scheme) and (attack, "claimed", seed) in by_key
     ]
     group = pairs[0][0]["attackers"]
     others = [client for client in range(CLIENTS) if client not in group]
@@ -404,28 +415,38 @@ def parse():
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--outcomes", help="file that keeps each run, to continue from", default="")
+    parser.add_argument("--minutes", type=float, default=180, help="start no run after as many")
     parser.add_argument("--only", help="attacks, separated by commas; no bars", default="")
     parser.add_argument("--schemes", help=argparse.SUPPRESS, default="")
     return parser.parse_args()
 
 
-def run_all(todo, kept):
-    """Return the outcomes of all runs; those in the file `kept` are taken from there."""
-    known = (
-        [json.loads(line) for line in kept.read_text().splitlines()]
-        if kept and kept.exists()
-        else []
-    )
-    done = {(o["attack"], o["scheme"], o["seed"]): o for o in known if o["rounds"] == todo[0][1]}
-    missing = [job for job in todo if job[2] not in done]
+def run_all(todo, kept, seconds):
+    """Return the outcomes of the runs that were started within `seconds`, and those in `kept`."""
+    text = kept.read_text() if kept and kept.exists() else ""
+    known = [json.loads(line) for line in text.splitlines()]
+    done = {key(o): o for o in known if o["rounds"] == todo[0][1]}
+    missing = deque(job for job in todo if job[2] not in done)
+    end = time.monotonic() + seconds
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # read by the workers when they import NumPy
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        for job, outcome in zip(missing, pool.map(work, missing), strict=True):
-            done[job[2]] = outcome
-            if kept:
-                with kept.open("a") as file:
-                    file.write(json.dumps(outcome) + "\n")
-    return [done[job[2]] for job in todo]
+    with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
+        running = set()
+        while missing or running:
+            while missing and len(running) < 2 * PROCESSES and time.monotonic() < end:
+                running.add(pool.submit(work, missing.popleft()))
+            if not running:
+                break
+            ended, running = wait(running, return_when=FIRST_COMPLETED)
+            for outcome in (future.result() for future in ended):
+                done[key(outcome)] = outcome
+                if kept:
+                    with kept.open("a") as file:
+                        file.write(json.dumps(outcome) + "\n")
+    return [done[job[2]] for job in todo if job[2] in done]
+
+
+def key(outcome):
+    return outcome["attack"], outcome["scheme"], outcome["seed"]
 
 
 def main():
@@ -442,14 +463,16 @@ def main():
         for job in jobs(chosen.quick, seeds)
         if job[1] in schemes and (not chosen.only or job[0] in only)
     ]
-    outcomes = run_all(todo, Path(chosen.outcomes) if chosen.outcomes else None)
+    kept = Path(chosen.outcomes) if chosen.outcomes else None
+    outcomes = run_all(todo, kept, 60 * chosen.minutes)
+    tell(f"{len(outcomes)} of {len(todo)} runs, {time.perf_counter() - begin:.0f} s")
     pairs = dict.fromkeys((outcome["attack"], outcome["scheme"]) for outcome in outcomes)
     for attack, scheme in pairs:
-        report.row(**summary(outcomes, attack, scheme))
+        if row := summary(outcomes, attack, scheme):
+            report.row(**row)
     for attack, scheme in pairs:
         if (attack, "claimed") in pairs and scheme in ("records", "ours") and attack != "none":
             report.row(**against_claims(outcomes, attack, scheme))
-    tell(f"{len(todo)} runs, {time.perf_counter() - begin:.0f} s")
     if chosen.only:
         print(json.dumps(report.rows))
         return 0

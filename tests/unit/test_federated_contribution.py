@@ -129,15 +129,22 @@ def test_sketches_keep_cosines_to_one_over_the_root_of_their_size():
 class Clients:
     """Clients with data of their own: each pulls the model to its own optimum, with noise.
 
-    Rare clients pull where no other does.
+    The first one has rare data: it pulls where hardly another one does. With kin, each of the
+    others has one whose data are much like its own.
     """
 
-    def __init__(self, count=8, *, seed=0):
+    def __init__(self, count=8, *, seed=0, kin=False):
         self.rng = np.random.default_rng(seed)
         common = self.rng.normal(0, 1, PARAMETERS)
         own = self.rng.normal(0, 1, (count, PARAMETERS))
         self.optima = [common + 1.5 * row for row in own]
-        self.optima[0] = 1.8 * own[0]  # rare data: nothing in common with the others
+        if kin:
+            shared = self.rng.normal(0, 1, (count, PARAMETERS))
+            self.optima = [
+                common + 1.2 * shared[index // 2] + 0.8 * row for index, row in enumerate(own)
+            ]
+        self.optima[0] = 0.6 * common + 1.7 * own[0]  # rare data: little in common
+        self.rare_share = 1 / count  # of the server's data
         self.model = np.zeros(PARAMETERS)
         self.steps = []
 
@@ -151,7 +158,8 @@ class Clients:
         return part * (np.linalg.norm(self.delta(1)) / np.linalg.norm(part))
 
     def utility(self, change):
-        target = np.mean(self.optima, axis=0)
+        others = np.mean(self.optima[1:], axis=0)
+        target = self.rare_share * self.optima[0] + (1 - self.rare_share) * others
         return -float(((self.model + change - target) ** 2).mean())
 
     def play(self, contribution, deltas, *, with_data=True):
@@ -182,12 +190,14 @@ class Clients:
 
 
 def contribution():
-    return Contribution(PARAMETERS, seed=5, options=ContributionOptions(window=6))
+    options = ContributionOptions(window=6, shapley=ShapleyOptions(most_sweeps=2))
+    return Contribution(PARAMETERS, seed=5, options=options)
 
 
 @pytest.mark.parametrize("with_data", [True, False])
 def test_honest_clients_pass_and_the_owner_of_rare_data_is_paid_as_the_others(with_data):
     clients, scorer, income = Clients(), contribution(), np.zeros(8)
+    clients.rare_share = 0.5
     for _ in range(6):
         scores = clients.play(scorer, clients.honest(), with_data=with_data)
         assert [score.refusal for score in scores.values()] == [None] * 8
@@ -213,7 +223,7 @@ def test_noise_is_refused_whoever_sends_it(with_data):
 
 def test_a_steady_direction_that_means_nothing_earns_next_to_nothing():
     for with_data in (True, False):
-        clients, scorer = Clients(), contribution()
+        clients, scorer = Clients(kin=True), contribution()
         direction, income = clients.noise(), {"steady": 0.0, "client-3": 0.0}
         for _ in range(8):
             deltas = clients.honest() | {"steady": direction + 0.3 * clients.noise()}

@@ -71,6 +71,7 @@ def weighted_sum(deltas: Sequence[np.ndarray], weights: Sequence[float]) -> np.n
             f"{len(deltas)} updates need as many finite weights",
             where="aggregation",
             why=f"the weights are {list(weights)[:8]}",
+            fix="Make the weights of the updates that are passed",
         )
     result = np.empty(parameters, np.float32)
     for part in ranges(parameters, len(deltas)):

@@ -48,6 +48,7 @@ class GaussianMechanism:
                 "clip_norm, noise_multiplier and expected_clients must be above 0",
                 where="differential privacy",
                 why=f"they are {values}",
+                fix="Give finite values above 0",
             )
 
     def mean(self, deltas: Sequence[np.ndarray], rng: np.random.Generator) -> np.ndarray:
@@ -107,7 +108,11 @@ def epsilon(
             fix="Give a multiplier above 0, a probability in (0, 1] and 0 or more rounds",
         )
     if not 0 < delta < 1:
-        raise UsageError(f"delta must be between 0 and 1, got {delta:g}", where="privacy")
+        raise UsageError(
+            f"delta must be between 0 and 1, got {delta:g}",
+            where="differential privacy",
+            fix="Give a delta well below 1 / clients",
+        )
     try:
         import dp_accounting
         from dp_accounting.rdp import RdpAccountant

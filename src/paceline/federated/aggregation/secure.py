@@ -74,6 +74,7 @@ class SecureGroup:
             raise UsageError(
                 f"bound {self.bound:g} and {self.parameters} parameters are not possible",
                 where="secure aggregation",
+                fix="Give a bound above 0, and the length of the model's vector",
             )
 
     @property
@@ -97,6 +98,7 @@ class SecureGroup:
             raise UsageError(
                 f"the update has shape {delta.shape}, the model {self.parameters} parameters",
                 where=f"secure aggregation, member {member}",
+                fix="Train the model of this federation",
             )
         scaled = np.rint(clip(delta, self.bound) / self.step)
         masked = scaled.astype(np.int64).astype(np.uint32)
@@ -133,7 +135,11 @@ class SecureGroup:
 
     def _check_member(self, member: str) -> None:
         if member not in self.members:
-            raise UsageError(f"{member} is not in the group", where="secure aggregation")
+            raise UsageError(
+                f"{member} is not in the group",
+                where="secure aggregation",
+                fix=f"The members are {', '.join(self.members[:8])}",
+            )
 
 
 class MaskedSum:
@@ -161,6 +167,7 @@ class MaskedSum:
                 f"a masked update must be uint32 of shape {self._sum.shape}",
                 where=f"secure aggregation, member {member}",
                 why=f"it is {masked.dtype} of shape {masked.shape}",
+                fix="Send what SecureGroup.mask returns",
             )
         np.add(self._sum, masked, out=self._sum)
         self._arrived.add(member)
@@ -185,6 +192,7 @@ class MaskedSum:
                 f"the seed of {member} and {lost} must not be disclosed",
                 where="secure aggregation",
                 why="only a member that answered discloses, and only of one that was given up",
+                fix="Give up members that do not answer first",
             )
         self._check_once((member, lost))
         self.group.apply_mask(self._sum, member, lost, {lost: seed}, adds=member > lost)
@@ -221,6 +229,7 @@ class MaskedSum:
                 f"member {member} is not expected",
                 where=f"secure aggregation, round {self.group.round}",
                 why=why if member in taken else "it is not in the group",
+                fix="Take one answer of each member, and none of those that were given up",
             )
 
     def _check_once(self, pair: tuple[str, str]) -> None:
@@ -228,4 +237,5 @@ class MaskedSum:
             raise UsageError(
                 f"the seed of {pair[0]} and {pair[1]} was disclosed before",
                 where=f"secure aggregation, round {self.group.round}",
+                fix="Remove each mask once",
             )

@@ -143,6 +143,7 @@ def _check_length(parameters: int, model: np.ndarray, change: np.ndarray) -> Non
             f"model and change must have {parameters} parameters",
             where="server optimizer",
             why=f"their shapes are {model.shape} and {change.shape}",
+            fix="Make the optimizer for the model that it moves",
         )
 
 

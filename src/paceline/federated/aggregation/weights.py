@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 def equal_shares(clients: int) -> np.ndarray:
     """Return 1 / clients for each client; float64, shape (clients,)."""
     if clients < 1:
-        raise UsageError(f"shares of {clients} clients do not exist", where="aggregation")
+        raise UsageError(
+            f"shares of {clients} clients do not exist",
+            where="aggregation",
+            fix="Keep the model as it is in a round that no update was accepted in",
+        )
     return np.full(clients, 1 / clients)
 
 
@@ -39,6 +43,7 @@ def sample_shares(samples: Sequence[int]) -> np.ndarray:
             "samples must be numbers from 0 on, and not all 0",
             where="aggregation",
             why=f"they are {list(samples)[:8]}",
+            fix="Use equal_shares where clients do not say how many samples they have",
         )
     return np.asarray(counts / counts.sum())
 
@@ -88,5 +93,6 @@ def staleness_weights(versions_missed: Sequence[int], *, power: float = 0.5) -> 
             "versions missed and the power must be 0 or more",
             where="aggregation",
             why=f"they are {list(versions_missed)[:8]} and {power}",
+            fix="Aggregate updates of earlier versions only",
         )
     return np.asarray((1 + missed) ** -power)

@@ -36,6 +36,7 @@ class AccuracyRecords:
             raise UsageError(
                 f"exploration {exploration:g} and memory {memory:g} must be shares",
                 where="contribution",
+                fix="Give an exploration in [0, 1] and a memory in (0, 1]",
             )
         self.exploration, self.memory = exploration, memory
         self._records: dict[str, float] = {}

@@ -13,12 +13,15 @@ All of it is computed from sketches (`Sketcher`), so that its cost does not grow
                  without earlier updates, and for all where the server has no data, since a client
                  can be steady in a direction that means nothing
     agreement    cosine of the rest with the mean rest of the others
+    accord       the same of the whole updates: whether it moves the model as the others do
 
-An update is refused as noise only if nothing speaks for data behind it: neither steadiness (or
-kinship) nor agreement. Where data are alike, clients agree; where they are not, they are steady: on
-Fashion-MNIST divided by Dirichlet(0.5) the cosine of an honest update with the others' median is
-0.06, from -0.2 to 0.36, and its steadiness 0.4, from 0.26 to 0.58; that of noise and of replays
-lies within 0.02 of 0. So a client with rare data, which no other vouches for, is not starved.
+An update is refused as noise only if nothing speaks for data behind it, neither steadiness nor
+kinship nor agreement, while something does for most of the round. Where data are alike, clients
+agree; where they are not, they are steady: on Fashion-MNIST divided by Dirichlet(0.5) the cosine of
+an honest update with the others' median is 0.06, from -0.2 to 0.36, and its steadiness 0.4, from
+0.26 to 0.58; that of noise and of replays lies within 0.02 of 0. So a client with rare data, which
+no other vouches for, is not starved. With few clients the global steps may span all that they do:
+then nothing speaks for anybody, and the check says nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ if TYPE_CHECKING:
     from paceline.federated.contribution.options import ContributionOptions
 
 _TINY = 1e-12
-_LEAST_TYPICAL = 0.02  # 1 - cosine: clients that are more alike cannot be told from copies
+_LEAST_TYPICAL = 1e-5  # 1 - cosine: what differs by less is equal to rounding
+_FAR_BELOW = 1 / 3  # of the round's median: too little to be one of them
+_NOTHING = 1e-3  # of an update's norm: what is left is rounding
 _LITTLE = 0.3  # of the round's usual rest; squared norms
 _OWN_SKETCHES = 3  # of a client
 # A client with large batches sends much the same again: only what is equal to the eye is a replay.
@@ -43,7 +48,7 @@ _OWN_LIKENESS = 50
 _MEMORY = 0.2  # weight of a round in the typical distance of a pair
 
 
-class Copy(NamedTuple):
+class EarlierUpdate(NamedTuple):
     """An earlier update that one is a copy of."""
 
     client: str
@@ -51,7 +56,7 @@ class Copy(NamedTuple):
 
 
 @dataclass(slots=True)
-class Evidence:
+class RoundEvidence:
     """Of a round with n updates.
 
     Attributes:
@@ -59,7 +64,8 @@ class Evidence:
         explained: in [0, 1]; shape (n,).
         is_outlier: whether the rest that earlier global steps do not explain is much less than the
             round's usual one; shape (n,). With equal data and large batches it is little for all.
-        agreement: cosine with the others, NaN without any; shape (n,).
+        agreement: cosine of the rest with the others', NaN without any; shape (n,).
+        accord: cosine of the update with the others, NaN without any; shape (n,).
         steadiness: mean cosine with the client's own earlier updates, NaN without any; shape (n,).
         kinship: largest cosine with an update of another client of an earlier round; in the first
             round, of this one; NaN where it was not asked for; shape (n,).
@@ -72,11 +78,29 @@ class Evidence:
     explained: np.ndarray
     is_outlier: np.ndarray
     agreement: np.ndarray
+    accord: np.ndarray
     steadiness: np.ndarray
     kinship: np.ndarray
     copies: list[list[int]]
-    earlier: list[Copy | None]
+    earlier: list[EarlierUpdate | None]
     noise: float
+
+    def is_noise(self, limit: float, *, is_blind: bool) -> np.ndarray:
+        """Return which updates resemble nothing, while most of the round does; bool, shape (n,).
+
+        Args:
+            limit: cosine of something with data behind it.
+            is_blind: the server has no data: where most clients have kin, a client's own earlier
+                updates do not speak for it.
+        """
+        by_others = np.fmax(self.agreement, self.kinship)
+        likeness = np.fmax(by_others, self.steadiness)
+        if is_blind and _median(by_others) >= limit:
+            likeness = by_others
+        usual = _median(likeness)
+        if not usual >= limit:
+            return np.zeros(len(likeness), bool)
+        return np.asarray(likeness < min(limit, _FAR_BELOW * usual))
 
 
 class SketchMemory:
@@ -91,7 +115,7 @@ class SketchMemory:
 
     def examine(
         self, clients: Sequence[str], sketches: np.ndarray, trust: np.ndarray, *, all_kin: bool
-    ) -> Evidence:
+    ) -> RoundEvidence:
         """Return what a round's updates show; nothing is remembered yet.
 
         Args:
@@ -108,11 +132,12 @@ class SketchMemory:
         kinship = np.full(len(units), np.nan)
         if (unknown := np.isnan(steadiness) | all_kin).any():
             kinship[unknown] = self._kinship(clients, rest, np.flatnonzero(unknown))
-        return Evidence(
+        return RoundEvidence(
             norm_ratio=norms / max(float(np.median(norms)), _TINY),
             explained=explained,
             is_outlier=(1 - explained**2) < _LITTLE * np.median(1 - explained**2),
             agreement=self._agreement(rest, trust),
+            accord=self._agreement(units, trust),
             steadiness=steadiness,
             kinship=kinship,
             copies=_groups(1 - cosines, self._limit(cosines)),
@@ -171,10 +196,11 @@ class SketchMemory:
         within = units @ basis
         rest = units - within @ basis.T
         lengths = np.linalg.norm(rest, axis=1)
-        return np.linalg.norm(within, axis=1), rest / np.maximum(lengths, _TINY)[:, None]
+        rest[lengths < _NOTHING] = 0
+        return np.linalg.norm(within, axis=1), rest / np.maximum(lengths, _NOTHING)[:, None]
 
     def _agreement(self, rest: np.ndarray, trust: np.ndarray) -> np.ndarray:
-        """Return each update's cosine with the others, without those most alike."""
+        """Return each one's cosine with the mean of the others, without those most alike."""
         count = len(rest)
         alike = rest @ rest.T
         left_out = min(int(np.ceil(self._options.common_share * (count - 1))), count - 2)
@@ -203,13 +229,14 @@ class SketchMemory:
         else:
             names, others = list(clients), rest
         cosines = rest[chosen] @ others.T
-        cosines[np.array(clients)[chosen, None] == np.array(names)[None, :]] = -1
-        return np.asarray(cosines.max(axis=1, initial=-1))
+        cosines[np.array(clients)[chosen, None] == np.array(names)[None, :]] = -np.inf
+        largest = cosines.max(axis=1, initial=-np.inf)
+        return np.where(np.isfinite(largest), largest, np.nan)
 
     def _earlier(
         self, clients: Sequence[str], units: np.ndarray, limit: float
-    ) -> list[Copy | None]:
-        found: list[Copy | None] = [None] * len(units)
+    ) -> list[EarlierUpdate | None]:
+        found: list[EarlierUpdate | None] = [None] * len(units)
         nearest = np.full(len(units), limit)
         for number, names, before in self._updates:
             distance = 1 - units @ before.T
@@ -219,8 +246,14 @@ class SketchMemory:
             for index, other in enumerate(column):
                 if distance[index, other] < nearest[index]:
                     nearest[index] = distance[index, other]
-                    found[index] = Copy(names[other], number)
+                    found[index] = EarlierUpdate(names[other], number)
         return found
+
+
+def _median(values: np.ndarray) -> float:
+    """Return the median of the values that are known; NaN without any."""
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if known.size else float("nan")
 
 
 def _typical(cosines: np.ndarray) -> float | None:

@@ -54,6 +54,7 @@ class ContributionOptions:
                 "shares of the contribution gate must be above 0 and at most 1",
                 where="contribution",
                 why=f"they are {shares} and {self.common_share}",
+                fix="Give shares in (0, 1], and a common_share in [0, 1)",
             )
         sizes = self.window, self.sketch_size, self.remembered_clients
         if min(sizes) < 1 or not 1 <= self.clip_ratio <= self.refuse_ratio:
@@ -61,4 +62,5 @@ class ContributionOptions:
                 "sizes must be at least 1, and 1 <= clip_ratio <= refuse_ratio",
                 where="contribution",
                 why=f"they are {sizes}, {self.clip_ratio} and {self.refuse_ratio}",
+                fix="Leave out the options that need not differ from their defaults",
             )

@@ -15,7 +15,6 @@ claim are not used anywhere.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ import numpy as np
 from paceline.core.errors import UsageError
 from paceline.core.randomness import make_generator
 from paceline.federated.aggregation.clipping import clip
-from paceline.federated.contribution.gate import Evidence, SketchMemory
+from paceline.federated.contribution.gate import RoundEvidence, SketchMemory
 from paceline.federated.contribution.options import ContributionOptions
 from paceline.federated.contribution.reputation import Reputations
 from paceline.federated.contribution.shapley import CoalitionGame, gtg_shapley
@@ -37,8 +36,11 @@ if TYPE_CHECKING:
 _VERSION = 1
 _ADMITTED = 0.7  # likelihood of an attack
 _LEAST_ROUNDS = 3  # before a client can be left out
+# Of a newcomer's reputation: who is above it is averaged in although it was of no use in this
+# round. A newcomer that does harm in its first round falls below.
+_TRUSTED = 0.8
 _REFUSED_BEFORE = 0.25  # reputation of a client without a utility whose updates were refused
-_NEUTRAL, _OPPOSED = -0.05, -0.2  # mean agreement that costs nothing, and all, without a utility
+_NEUTRAL, _OPPOSED = -0.05, -0.2  # mean accord that costs nothing, and all, without a utility
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +53,7 @@ class ClientScore:
         weight: of its update in the aggregate; the weights of a round add up to 1, or are all 0.
         likelihood: that the client attacks, from all of its rounds; in [0, 1].
         refusal: the gate that its update did not pass; None: it passed.
-        value: Shapley value; without a utility 1 for whoever passes.
+        value: Shapley value; without a utility 1 for each that passes.
         norm_ratio: norm over the median of the round.
         reputation: after this round.
         withheld: of the score, for copies that were paid before they were found.
@@ -199,7 +201,7 @@ class Contribution:
         )
 
     def _refusal(
-        self, clients: list[str], evidence: Evidence, index: int, *, is_blind: bool
+        self, clients: list[str], evidence: RoundEvidence, index: int, *, is_blind: bool
     ) -> Refusal | None:
         """Return why an update does not pass the gate."""
         options, client = self._options, clients[index]
@@ -217,31 +219,17 @@ class Contribution:
         if (copy := evidence.earlier[index]) is not None:
             reason = f"a copy of the update of {copy.client} in round {copy.round}"
             return Refusal(client=client, check="copy", reason=reason)
-        return self._noise_refusal(client, evidence, index, is_blind=is_blind)
-
-    def _noise_refusal(
-        self, client: str, evidence: Evidence, index: int, *, is_blind: bool
-    ) -> Refusal | None:
-        """Return why nothing speaks for data behind an update; without a utility, others must."""
-        limit = self._options.noise_deviations * evidence.noise
-        agreement, kinship = float(evidence.agreement[index]), float(evidence.kinship[index])
-        steadiness = math.nan if is_blind else float(evidence.steadiness[index])
-        likeness = {
-            "the client's earlier updates": steadiness,
-            "any earlier update of others": kinship,
-            "the others' of this round": agreement,
-        }
-        known = {what: cosine for what, cosine in likeness.items() if math.isfinite(cosine)}
-        if not known or max(known.values()) >= limit:
-            return None
-        cosines = ", ".join(f"{cosine:.3f} with {what}" for what, cosine in known.items())
-        reason = f"cosines of noise: {cosines}; limit {limit:.3f}"
-        return Refusal(client=client, check="noise", reason=reason)
+        limit = options.noise_deviations * evidence.noise
+        if evidence.is_noise(limit, is_blind=is_blind)[index]:
+            return Refusal(
+                client=client, check="noise", reason=_noise_reason(evidence, index, limit)
+            )
+        return None
 
     def _settle(
         self,
         clients: list[str],
-        evidence: Evidence,
+        evidence: RoundEvidence,
         refusals: list[Refusal | None],
         players: list[int],
         values: np.ndarray,
@@ -257,7 +245,7 @@ class Contribution:
             value = float(shared[index])
             relative = min(1.0, max(-1.0, value / scale)) if scale > 0 else 0.0
             if is_blind:
-                relative = float(np.nan_to_num(evidence.agreement[index]))
+                relative = float(np.nan_to_num(evidence.accord[index]))
             standing, identities = self._observe(
                 client, refusals[index], value, relative, float(evidence.norm_ratio[index])
             )
@@ -265,7 +253,7 @@ class Contribution:
                 standing = self._blind_standing(client)
             work = min(1.0, float(evidence.norm_ratio[index]))
             earned[index] = max(0.0, value) * standing * work / _divisor(identities)
-            if index in players and (value > 0 or standing > self._options.newcomer):
+            if index in players and (value > 0 or standing > _TRUSTED * self._options.newcomer):
                 weights[index] = standing
         shares, weights = _normalised(earned), _normalised(weights)
         found = []
@@ -287,7 +275,7 @@ class Contribution:
         return tuple(found)
 
     def _link_copies(
-        self, clients: list[str], evidence: Evidence, refusals: list[Refusal | None]
+        self, clients: list[str], evidence: RoundEvidence, refusals: list[Refusal | None]
     ) -> None:
         """Link the senders of copies: those of this round, and of earlier updates."""
         for group in evidence.copies:
@@ -315,8 +303,20 @@ class Contribution:
         """
         if self._reputations.of(client) <= _REFUSED_BEFORE:
             return 0.0
-        agreement = self._reputations.value(client)
-        return min(1.0, max(0.0, (agreement - _OPPOSED) / (_NEUTRAL - _OPPOSED)))
+        accord = self._reputations.value(client)
+        return min(1.0, max(0.0, (accord - _OPPOSED) / (_NEUTRAL - _OPPOSED)))
+
+
+def _noise_reason(evidence: RoundEvidence, index: int, limit: float) -> str:
+    likeness = {
+        "the client's earlier updates": float(evidence.steadiness[index]),
+        "any earlier update of others": float(evidence.kinship[index]),
+        "the others' of this round": float(evidence.agreement[index]),
+    }
+    known = [
+        f"{cosine:.3f} with {what}" for what, cosine in likeness.items() if np.isfinite(cosine)
+    ]
+    return f"cosines of noise: {', '.join(known)}; limit {limit:.3f}"
 
 
 def _shared_values(

@@ -56,7 +56,11 @@ class CoalitionGame:
         averaged: bool = False,
     ) -> None:
         if not deltas:
-            raise UsageError("a game needs at least one update", where="contribution")
+            raise UsageError(
+                "a game needs at least one update",
+                where="contribution",
+                fix="Score only rounds in which an update was accepted",
+            )
         self.players = len(deltas)
         self.evaluations = 0
         self._deltas, self._utility, self._averaged = deltas, utility, averaged
@@ -146,6 +150,7 @@ class ShapleyOptions:
             raise UsageError(
                 f"{self.least_sweeps} to {self.most_sweeps} sweeps are not possible",
                 where="contribution",
+                fix="Give 1 <= least_sweeps <= most_sweeps",
             )
 
 

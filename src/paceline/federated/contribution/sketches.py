@@ -33,7 +33,9 @@ class Sketcher:
     def __init__(self, parameters: int, *, size: int, seed: int) -> None:
         if parameters < 1 or size < 1:
             raise UsageError(
-                f"{parameters} parameters cannot be sketched in {size} buckets", where="sketch"
+                f"{parameters} parameters cannot be sketched in {size} buckets",
+                where="sketch",
+                fix="Give 1 or more of both",
             )
         rng = make_generator(seed, "sketch")
         self.parameters, self.size = parameters, size
