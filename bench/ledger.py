@@ -3,8 +3,9 @@
     python bench/ledger.py --json > bench/results/ledger.json
 
 Writes rounds of 1,000 paid clients and releases them, each round a block that is synced to disk
-(not signed, then signed by clients and server, which has no bar), verifies 1,000,000 postings, changes rows at random
-places and looks whether each is named, and kills a writer 1,000 times in 1,000,000 operations.
+(not signed, then signed by clients and server, without a bar), verifies 1,000,000 postings, changes
+rows at random places and looks whether each is named, and kills a writer 1,000 times in 1,000,000
+operations.
 `--quick`: a tenth of the postings, 2 % of the kills.
 """
 
