@@ -367,7 +367,7 @@ HOOK int posix_spawn_file_actions_addopen(posix_spawn_file_actions_t* actions, i
 /* --- io_uring ---------------------------------------------------------------------------------------- */
 
 /* What a program hands to a ring is done by the kernel, which does not know the mounts. Programs that use
-   liburing can be told; of rings that are made by system calls the shim does not hear. */
+   liburing are noticed; rings that are made by system calls are not. */
 static void name_ring(void) {
   static atomic_bool is_named;
   if (mount_count() == 0 || atomic_exchange(&is_named, true)) return;
