@@ -1,9 +1,9 @@
 """Runs a federation of simulated clients on a virtual clock; the training itself is real.
 
-heap of events: client done, client lost, deadline, somebody comes online
--> RoundController.advance -> StartClient      draw the client's seconds, push its end
--> Aggregate  add the updates, each trained at its arrival
-to the model; evaluate it
+    heap of events: a client's work is done or lost; a deadline; somebody comes online
+      -> FederationServer.advance -> StartClient: draw its seconds, push the end of its work
+
+A client's training is computed when its update arrives, with the model that it was sent.
 """
 
 from __future__ import annotations
