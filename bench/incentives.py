@@ -131,7 +131,7 @@ class Records(Scheme):
 
     def settle(self, updates, utility, accuracy_of):
         reached = {update.client: accuracy_of(update.delta) for update in updates}
-        scores = self.records.scores(reached, accuracy_of(None))
+        scores = self.records.scores(reached)
         return Settled(scores, mean(updates, equal_shares(len(updates))))
 
 
@@ -212,8 +212,7 @@ def run(images, attack, scheme, seed, rounds):
             return -float(losses(world.classifier, weights + change, own_x, own_y).mean())
 
         def accuracy_of(delta, weights=weights):
-            model = weights if delta is None else weights + delta
-            return accuracy(world.classifier, model, own_x, own_y)
+            return accuracy(world.classifier, weights + delta, own_x, own_y)
 
         settled = paying.settle(updates, utility, accuracy_of)
         pool = sum(settled.scores.values())

@@ -3,11 +3,11 @@
 Each provider's record is a decaying mean of the accuracy that its update had when it was evaluated
 in training anyway. The next round takes the providers with the best records, and some at random,
 so that no provider is forgotten and the model does not fit a few of them too closely. A round's
-tokens are divided by how far records exceed the model's accuracy before the round.
+tokens are divided in proportion to the records.
 
-The abstract names records and random exploration, and no formula; the formulas are ours. It neither
-looks for copies nor for replays, and a free rider that sends almost nothing has the model's own
-accuracy.
+The abstract names records and random exploration, and no formula; the formulas are ours. The scheme
+looks neither for copies nor for replays, and a free rider that sends almost nothing has the model's
+own accuracy, which is above that of most single updates where data are unequal.
 Source: J. Han et al., TIFF: Tokenized Incentive for Federated Learning, IEEE CLOUD 2022.
 """
 
@@ -55,17 +55,16 @@ class AccuracyRecords:
         drawn = rng.choice(len(rest), min(len(rest), count - len(best)), replace=False)
         return (*best, *(rest[index] for index in drawn))
 
-    def scores(self, accuracy: Mapping[str, float], before: float) -> dict[str, float]:
+    def scores(self, accuracy: Mapping[str, float]) -> dict[str, float]:
         """Record a round, and return what each of its clients is worth; not negative.
 
         Args:
-            accuracy: of the model after each client's update alone.
-            before: accuracy of the model before.
+            accuracy: of the model after each client's update alone, in [0, 1].
         """
         for client, value in accuracy.items():
             last = self._records.get(client, value)
             self._records[client] = last + self.memory * (value - last)
-        return {client: max(0.0, self._records[client] - before) for client in accuracy}
+        return {client: self._records[client] for client in accuracy}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` takes; JSON data."""
