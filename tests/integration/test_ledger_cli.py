@@ -100,7 +100,7 @@ def test_kills_lose_nothing_and_double_nothing(tmp_path):
 
 @pytest.mark.campaign("faults")
 def test_many_kills_lose_nothing_and_double_nothing(tmp_path):
-    options = ("--dir", str(tmp_path), "--operations", "200000", "--kills", "300", "--json")
+    options = ("--dir", str(tmp_path), "--operations", "100000", "--kills", "150", "--json")
     done = without_torch("torture", "ledger", *options, text=True, timeout=1200)
     assert json.loads(done.stdout)["ok"], done.stdout
 

@@ -7,7 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.federated.clients import Profiler, Timing
-from paceline.federated.rounds import Aggregate, Cancel, RoundController, RoundOptions, Start
+from paceline.federated.rounds import (
+    Aggregate,
+    CancelClient,
+    RoundController,
+    RoundOptions,
+    StartClient,
+)
 from paceline.federated.selection import Goals, GoalSelector, OortSelector, RandomSelector
 from paceline.federated.updates import ModelUpdate
 
@@ -74,13 +80,13 @@ def test_any_order_of_events(options, selector, seed, steps):
         before = len(working)
         actions = controller.advance(now_s, online)
         for action in actions:
-            if isinstance(action, Start):
+            if isinstance(action, StartClient):
                 assert online[action.client]
                 assert action.client not in working
                 assert action.version == controller.version
                 assert action.deadline_s > now_s
                 working[action.client] = action.version
-            elif isinstance(action, Cancel):
+            elif isinstance(action, CancelClient):
                 late[action.client] = working.pop(action.client)
             else:
                 assert isinstance(action, Aggregate)
@@ -108,6 +114,6 @@ def test_a_round_ends_although_clients_do_not_answer():
     deadline_s = controller.next_deadline_s
     assert deadline_s == second.deadline_s == third.deadline_s
     actions = controller.advance(deadline_s, online)
-    assert [type(action) for action in actions[:3]] == [Cancel, Cancel, Aggregate]
+    assert [type(action) for action in actions[:3]] == [CancelClient, CancelClient, Aggregate]
     assert actions[2].clients == (first.client,)
     assert controller.wasted_s == 2 * deadline_s

@@ -14,7 +14,7 @@ from paceline.federated.monitor import Evaluation, Monitor
 from paceline.federated.selection import ClientsView, Goals, GoalSelector, OortSelector
 from paceline.federated.simulate.classifier import Classifier
 from paceline.federated.simulate.splits import dirichlet_split
-from paceline.federated.simulate.world import DeviceOptions, World
+from paceline.federated.simulate.world import DeviceOptions, SimulatedClients
 from paceline.federated.strategies import STRATEGIES, make_strategy
 from paceline.federated.update_memory import UpdateMemory
 from paceline.federated.updates import ModelUpdate, check_update
@@ -245,17 +245,19 @@ def test_a_split_gives_each_client_few_classes():
 
 
 def test_clients_come_and_go():
-    world = World.make(200, DeviceOptions(), np.random.default_rng(0))
+    world = SimulatedClients.make(200, DeviceOptions(), np.random.default_rng(0))
     shares = [world.online(hour * 3600.0).mean() for hour in range(24)]
     assert 0.3 < np.mean(shares) < 0.7
     assert world.next_change_s() > 23 * 3600.0
-    always = World.make(5, DeviceOptions(online=False), np.random.default_rng(0))
+    always = SimulatedClients.make(5, DeviceOptions(online=False), np.random.default_rng(0))
     assert always.online(0.0).all()
     assert always.next_change_s() == math.inf
 
 
 def test_the_slowest_devices_go_to_the_given_clients():
-    world = World.make(50, DeviceOptions(), np.random.default_rng(0), [100.0, 200.0, 400.0])
+    world = SimulatedClients.make(
+        50, DeviceOptions(), np.random.default_rng(0), [100.0, 200.0, 400.0]
+    )
     share = np.arange(50) / 50
     world.order_by(share)
     assert (np.diff(world.sample_s) >= 0).all()

@@ -350,6 +350,7 @@ def test_client_and_server_sign(tmp_path):
         assert receipts["a"].amount == receipts["keyless"].amount == 450_000
         assert receipts["b"].amount == 0
         assert "signature" in receipts["b"].reason
+        assert not keys.is_signed(client.public_key, signed.signature + " " * 1000, text)
         # A receipt is for one round: the same one does not serve for the next.
         with ledger.block(2000) as block:
             assert block.pay_round("run", 1, [signed])["a"].amount == 0

@@ -1,5 +1,6 @@
 """A damaged ledger opens for reading only, and the first bad row is named with the reason."""
 
+import json
 import random
 import shutil
 import sqlite3
@@ -142,22 +143,17 @@ def test_the_check_of_the_last_block_finds_damage_there(path):
         assert ledger.damage.table == "postings"
 
 
-def _forge(path):
-    """Give client a's pay to client z, and compute all hashes anew."""
+def _rehash(path):
+    """Compute all hashes anew from the bodies, as they are now."""
     with closing(sqlite3.connect(path)) as sql:
-        rows = sql.execute("SELECT id, body FROM transactions ORDER BY id").fetchall()
-        forged = [
-            (number, body.replace(':a"', ':z"').replace(',"a"]', ',"z"]')) for number, body in rows
-        ]
+        bodies = sql.execute("SELECT id, body FROM transactions ORDER BY id").fetchall()
         blocks = sql.execute("SELECT number, at_ms, last_transaction FROM blocks").fetchall()
     statements, previous, before = [], "0" * 64, 0
-    for number, body in forged:
-        statements.append(
-            f"UPDATE transactions SET body = '{body}', hash = '{text_hash(body)}',"
-            f" key = replace(key, ',\"a\"]', ',\"z\"]') WHERE id = {number}"
-        )
+    for number, body in bodies:
+        hashed = text_hash(body)
+        statements.append(f"UPDATE transactions SET hash = '{hashed}' WHERE id = {number}")
     for number, at_ms, last in blocks:
-        hashes = tuple(text_hash(body) for row, body in forged if before < row <= last)
+        hashes = tuple(text_hash(body) for row, body in bodies if before < row <= last)
         block = Block(
             ledger="tests", number=number, previous=previous, at_ms=at_ms, transactions=hashes
         )
@@ -167,17 +163,59 @@ def _forge(path):
         )
         previous = hashed
     change(path, *statements)
-    with closing(sqlite3.connect(path)) as sql, sql:
-        triggers = sql.execute("SELECT name, sql FROM sqlite_master WHERE type = 'trigger'")
-        triggers = triggers.fetchall()
-        for name, _ in triggers:
-            sql.execute(f"DROP TRIGGER {name}")
-        for table in ("postings", "balances"):
-            sql.execute(f"UPDATE {table} SET account = 'client:z' WHERE account = 'client:a'")
-            sql.execute(f"UPDATE {table} SET account = 'escrow:pay:z' WHERE account LIKE '%pay:a'")
-        sql.execute("UPDATE held SET client = 'z' WHERE client = 'a'")
-        for _, text in triggers:
-            sql.execute(text)
+
+
+def _forge(path):
+    """Give client a's pay to client z, and compute all hashes anew."""
+    with closing(sqlite3.connect(path)) as sql:
+        held = sql.execute("SELECT id FROM transactions WHERE instr(body, ':a\"')").fetchall()
+        posted = sql.execute("SELECT id, account FROM postings WHERE account LIKE '%:a'").fetchall()
+        balances = sql.execute("SELECT account FROM balances WHERE account LIKE '%:a'").fetchall()
+    change(
+        path,
+        *(
+            f"UPDATE transactions SET body = replace(replace(body, ':a\"', ':z\"'), ',\"a\"]',"
+            f" ',\"z\"]'), key = replace(key, ',\"a\"]', ',\"z\"]') WHERE id = {number}"
+            for (number,) in held
+        ),
+        *(
+            f"UPDATE postings SET account = '{account[:-1]}z' WHERE id = {number}"
+            for number, account in posted
+        ),
+        *(
+            f"UPDATE balances SET account = '{account[:-1]}z' WHERE account = '{account}'"
+            for (account,) in balances
+        ),
+        "UPDATE held SET client = 'z' WHERE client = 'a'",
+    )
+    _rehash(path)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"key":["pay","run",0,"c"],"kind":"run","note":{},"postings":[]}',
+        '{"key":["pay","run",0,"c"],"kind":"run","note":{"terms":{"x":1}},"postings":[]}',
+        '{"key":["pay","run",0,"c"],"kind":"client","note":[],"postings":[]}',
+        '{"key":["pay"],"kind":"pay","note":{},"postings":[]}',
+        '{"key":["settle","run",0,"c"],"kind":"release","note":{},"postings":[]}',
+        '{"key":[],"kind":"pay","note":{},"postings":[]}',
+    ],
+)
+def test_a_body_that_makes_no_sense_is_named_even_if_all_hashes_are_right(tmp_path, body):
+    path = tmp_path / "ledger.db"
+    with audited(path) as ledger:
+        unpaid = '["pay","run",0,"c"]'
+        number = ledger._sql.row("SELECT id FROM transactions WHERE key = ?", (unpaid,))[0]
+    key, kind = json.dumps(json.loads(body)["key"], separators=(",", ":")), json.loads(body)["kind"]
+    change(
+        path,
+        f"UPDATE transactions SET body = '{body}', key = '{key}', kind = '{kind}'"
+        f" WHERE id = {number}",
+    )
+    _rehash(path)
+    damage = damage_of(path)
+    assert damage.place() == f"transactions row {number}", damage.text()
 
 
 def test_a_forged_ledger_has_not_the_servers_signatures(path):

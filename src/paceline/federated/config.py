@@ -23,7 +23,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import read_text
 from paceline.core.record import Record
 from paceline.federated.selection import Goals
-from paceline.federated.simulate.engine import Work
+from paceline.federated.simulate.engine import ClientWork
 from paceline.federated.simulate.world import DeviceOptions
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class FederationConfig(Record):
     rounds: int = 400
     target: float = 0.8
     goals: Goals = field(default_factory=Goals)
-    work: Work = field(default_factory=Work)
+    work: ClientWork = field(default_factory=ClientWork)
     data: DataOptions = field(default_factory=DataOptions)
     devices: DeviceOptions = field(default_factory=DeviceOptions)
     scores: str = ""
@@ -85,7 +85,7 @@ class FederationConfig(Record):
     @classmethod
     def small(cls) -> FederationConfig:
         """Return a federation of 20 clients, for whom the digits of scikit-learn suffice."""
-        work = Work(epochs=2.0, learning_rate=0.05)
+        work = ClientWork(epochs=2.0, learning_rate=0.05)
         return cls(clients=20, cohort=5, rounds=200, work=work)
 
     @classmethod

@@ -23,7 +23,7 @@ import numpy as np
 from paceline.core.clock import SystemClock
 from paceline.core.errors import DeadlineExceeded, Missing
 from paceline.federated.clients import Profiler, Timing
-from paceline.federated.rounds import Cancel, RoundController
+from paceline.federated.rounds import CancelClient, RoundController
 from paceline.federated.server import FederationServer
 from paceline.federated.updates import ModelUpdate
 
@@ -284,7 +284,7 @@ class _Federation:
 
     def _send(self, now_s: float) -> None:
         for action in self.server.advance(now_s, self._is_online):
-            if isinstance(action, Cancel):  # its answer will find nobody who waits for it
+            if isinstance(action, CancelClient):  # its answer will find nobody who waits for it
                 continue
             model = ArrayRecord([self.server.model_of(action.client)])
             content = {"model": model, "config": ConfigRecord({"version": action.version})}

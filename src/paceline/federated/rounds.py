@@ -2,7 +2,7 @@
 
 One state machine for all kinds of rounds; events in, actions out:
 
-    begin, arrived, lost, time passes --> advance --> Start, Cancel, Aggregate
+    begin, arrived, lost, time passes --> advance --> StartClient, CancelClient, Aggregate
 
     synchronous     in_flight = 0: `cohort` clients start together; the model changes when they
                     have answered or their deadlines have passed
@@ -61,7 +61,7 @@ class RoundOptions:
             )
 
 
-class Start(NamedTuple):
+class StartClient(NamedTuple):
     """Send a client the model of a version."""
 
     client: int
@@ -69,7 +69,7 @@ class Start(NamedTuple):
     deadline_s: float
 
 
-class Cancel(NamedTuple):
+class CancelClient(NamedTuple):
     """Tell a client to stop: nobody waits for it."""
 
     client: int
@@ -83,7 +83,7 @@ class Aggregate(NamedTuple):
     staleness: tuple[float, ...]
 
 
-Action = Start | Cancel | Aggregate
+Action = StartClient | CancelClient | Aggregate
 
 
 class _Working(NamedTuple):
@@ -184,7 +184,7 @@ class RoundController:
         actions: list[Action] = []
         for client in [c for c, work in self._working.items() if work.deadline_s <= now_s]:
             self._waste(now_s, client)
-            actions.append(Cancel(client))
+            actions.append(CancelClient(client))
         if self._is_complete():
             actions += self._aggregate(now_s)
         actions += self._start(now_s, is_online, accuracy)
@@ -209,7 +209,7 @@ class RoundController:
         if not self.options.in_flight:
             for client in list(self._working):
                 self._waste(now_s, client)
-                actions.append(Cancel(client))
+                actions.append(CancelClient(client))
             self._arrived.clear()
         return actions
 
@@ -251,7 +251,7 @@ class RoundController:
             self._working[client] = _Working(self.version, now_s, now_s + allowed_s)
             self.selected[client] += 1
             self._last_round[client] = self.version
-            actions.append(Start(client, self.version, now_s + allowed_s))
+            actions.append(StartClient(client, self.version, now_s + allowed_s))
         return actions
 
     def _end(self, now_s: float, client: int) -> float:

@@ -1,6 +1,7 @@
 """The server of a federation: takes updates, makes models, says whom to ask next.
 
-    arrived(update) -> refused, or kept -> advance -> new model, evaluated -> Start, Cancel
+    arrived(update) -> refused, or kept -> advance -> new model, evaluated
+                                          -> StartClient, CancelClient
 
 It knows no clock and no network: the simulation and the Flower adapter drive the same object.
 """
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from paceline.federated.clients import Timing
     from paceline.federated.pay import PaidRounds
-    from paceline.federated.rounds import Cancel, RoundController, Start
+    from paceline.federated.rounds import CancelClient, RoundController, StartClient
     from paceline.federated.updates import ModelUpdate
 
 
@@ -100,14 +101,14 @@ class FederationServer:
         self.controller.lost(now_s, client)
         self._working.pop(client, None)
 
-    def advance(self, now_s: float, is_online: np.ndarray) -> list[Start | Cancel]:
+    def advance(self, now_s: float, is_online: np.ndarray) -> list[StartClient | CancelClient]:
         """Make new models as far as there are updates; return what to tell clients.
 
         Args:
             now_s: seconds of a clock that never goes back.
             is_online: bool, shape (clients,).
         """
-        found: list[Start | Cancel] = []
+        found: list[StartClient | CancelClient] = []
         has_changed = True
         while has_changed:
             has_changed = False

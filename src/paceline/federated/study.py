@@ -16,10 +16,10 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import read_text
 from paceline.core.randomness import make_generator
 from paceline.core.record import Record
-from paceline.federated.simulate.engine import Outcome, Simulation
+from paceline.federated.simulate.engine import FederationOutcome, FederationSimulation
 from paceline.federated.simulate.images import ImageData, read_images
 from paceline.federated.simulate.splits import dirichlet_split
-from paceline.federated.simulate.world import World
+from paceline.federated.simulate.world import SimulatedClients
 from paceline.federated.strategies import make_strategy
 from paceline.report.federation.model import FederationReport, FederationRun
 
@@ -129,17 +129,23 @@ def simulate(
     parts = dirichlet_split(
         data.labels, config.clients, config.data.alpha, split, most=config.data.most_samples
     )
-    world = World.make(config.clients, config.devices, make_generator(seed, "world"), scores)
+    world = SimulatedClients.make(
+        config.clients, config.devices, make_generator(seed, "world"), scores
+    )
     if config.data.slow_classes:
         slow = np.isin(data.labels, config.data.slow_classes)
         world.order_by(np.array([slow[part].mean() for part in parts]))
     chosen = make_strategy(strategy, config.cohort, config.goals)
-    simulation = Simulation(data, parts, world, chosen, work=config.work, seed=seed, pay=pay)
+    simulation = FederationSimulation(
+        data, parts, world, chosen, work=config.work, seed=seed, pay=pay
+    )
     outcome = simulation.run(config.budget_s, config.rounds)
     return _result(outcome, strategy, seed, config.target)
 
 
-def _result(outcome: Outcome, strategy: str, seed: int, target: float) -> FederationResult:
+def _result(
+    outcome: FederationOutcome, strategy: str, seed: int, target: float
+) -> FederationResult:
     monitor = outcome.monitor
     return FederationResult(
         strategy=strategy,

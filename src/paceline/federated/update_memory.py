@@ -5,9 +5,9 @@ changes by
 
     mean over the answers of (delta_i - y_i)  +  m          y_i = m at a client's first answer
 
-and then y_i = delta_i. In expectation it is the mean update, whoever answers, with less variance
-the more alike a client's updates are from round to round; and where fast clients answer more often
-than slow ones, the model still follows all.
+and then y_i = delta_i. In expectation it is the mean update of any clients that answer, with less
+variance the more alike a client's updates are from round to round; and where fast clients answer
+more often than slow ones, the model still follows all.
 Source: D. Jhunjhunwala et al., FedVARP: Tackling the Variance Due to Partial Client Participation
 in Federated Learning, UAI 2022; there y_i = 0 at first, and m is over all clients.
 """

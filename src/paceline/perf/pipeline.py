@@ -96,7 +96,7 @@ class _Stage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Step:
+class _PipelineStep:
     """A step of the pipeline, replayed.
 
     Attributes:
@@ -474,7 +474,7 @@ def _reduce_s(machine: Machine, plan: Plan, compute: StepCompute) -> float:
 
 def _step(
     machine: Machine, workload: Workload, plan: Plan, slowdowns: Sequence[float] = ()
-) -> _Step:
+) -> _PipelineStep:
     """Return the replayed step of a plan with the number of layers of each stage.
 
     `slowdowns`: the time of each stage's passes and update, over the predicted one; empty: 1.
@@ -490,10 +490,12 @@ def _step(
         [stage.reduce_s for stage in stages],
         [stage.seconds("optimizer") for stage in stages],
     )
-    return _Step(schedule=schedule, edges=edges, stages=stages, replayed=replayed, ends=ends)
+    return _PipelineStep(
+        schedule=schedule, edges=edges, stages=stages, replayed=replayed, ends=ends
+    )
 
 
-def _breakdown(machine: Machine, workload: Workload, plan: Plan, step: _Step) -> Breakdown:
+def _breakdown(machine: Machine, workload: Workload, plan: Plan, step: _PipelineStep) -> Breakdown:
     """Return the seconds of the slowest rank by phase."""
     rank, count = step.ends.slowest, plan.microbatch_count
     stage, replayed, ends = step.slowest, step.replayed, step.ends
@@ -528,7 +530,7 @@ def _needed_bytes(machine: Machine, plan: Plan, stages: Sequence[_Stage]) -> int
     )
 
 
-def _link_bytes(plan: Plan, step: _Step) -> dict[str, int]:
+def _link_bytes(plan: Plan, step: _PipelineStep) -> dict[str, int]:
     """Return what the slowest rank sends: activations, their gradients, and its own gradients."""
     replicas, rank = plan.mesh.data, step.ends.slowest
     crossing = sum(edge.bytes for edge in step.edges if rank in (edge.source, edge.destination))

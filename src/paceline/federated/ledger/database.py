@@ -130,10 +130,10 @@ def errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def readable_rows(path: Path) -> Iterator[None]:
-    """Let a ValueError about what a row holds leave the context as CorruptData."""
+    """Let an error about what a row holds leave the context as CorruptData."""
     try:
         yield
-    except ValueError as problem:
+    except (ValueError, LookupError, TypeError) as problem:
         raise CorruptData(
             "the ledger is damaged",
             where=str(path),
@@ -200,7 +200,7 @@ def settings_of(connection: Connection) -> dict[str, str]:
     if {"settings", "blocks", "transactions", "postings"} <= tables:
         found = dict(connection.rows("SELECT key, value FROM settings"))
     path = connection.path
-    if "format" not in found or "ledger" not in found:
+    if not {"format", "ledger", "public_key"} <= found.keys():
         raise CorruptData(
             "not a ledger",
             where=str(path),

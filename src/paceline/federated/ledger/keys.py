@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+_SIGNATURE_DIGITS = 128
 _FIX = "Choose a folder that you may write to"
 
 
@@ -122,6 +123,8 @@ def is_signed(public_key: str, signature: str, text: bytes) -> bool:
     ed25519 = _ed25519()
     from cryptography.exceptions import InvalidSignature
 
+    if len(signature) != _SIGNATURE_DIGITS:  # fromhex would skip white space
+        return False
     try:
         key = ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
         key.verify(bytes.fromhex(signature), text)

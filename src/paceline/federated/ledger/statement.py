@@ -108,8 +108,9 @@ def statement(sql: Connection, client: str) -> LedgerStatement:
     for block, at_ms, key, body, hashed in rows:
         with database.readable_rows(sql.path):
             words = json.loads(key)
-        place = _CLIENT_AT.get(words[0])
-        if place is not None and words[place] == client:
+            place = _CLIENT_AT.get(words[0])
+            is_own = place is not None and words[place] == client
+        if is_own:
             lines.append(_line(sql, client, block, at_ms, words, body, hashed))
     if not lines:
         raise NotFound(

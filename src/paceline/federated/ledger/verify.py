@@ -325,6 +325,12 @@ class _Verification:
 
     def _replay(self, transaction: Transaction, at_ms: int) -> None:
         """Apply a transaction that follows all before it."""
+        try:
+            self._apply(transaction, at_ms)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            self._refuse(f"its body is not what a transaction of kind {transaction.kind!r} has")
+
+    def _apply(self, transaction: Transaction, at_ms: int) -> None:
         for account, amount in transaction.postings:
             balance = self._balances.get(account, 0) + amount
             self._balances[account] = balance

@@ -1,9 +1,9 @@
 """Runs a federation of simulated clients on a virtual clock; the training itself is real.
 
-heap of events: client done, client lost, deadline, somebody comes online
--> RoundController.advance -> Start      draw the client's seconds, push its end
--> Aggregate  add the updates, each trained at its arrival
-to the model; evaluate it
+    heap of events: a client's work is done or lost; a deadline; somebody comes online
+      -> FederationServer.advance -> StartClient: draw its seconds, push the end of its work
+
+A client's training is computed when its update arrives, with the model that it was sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.core.randomness import make_generator
 from paceline.core.record import Record
 from paceline.federated.clients import Profiler, Timing, jain
 from paceline.federated.monitor import Evaluation, Monitor, evaluate
-from paceline.federated.rounds import RoundController, Start
+from paceline.federated.rounds import RoundController, StartClient
 from paceline.federated.server import FederationServer
 from paceline.federated.simulate.classifier import Classifier
 from paceline.federated.simulate.world import LONGEST_S
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
     from paceline.federated.pay import PaidRounds
     from paceline.federated.simulate.images import ImageData
-    from paceline.federated.simulate.world import World
+    from paceline.federated.simulate.world import SimulatedClients
     from paceline.federated.strategies import Strategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work(Record):
+class ClientWork(Record):
     """What a client does when it is asked.
 
     Attributes:
@@ -57,7 +57,7 @@ class Work(Record):
         return max(1, round(self.epochs * samples / self.batch))
 
 
-class Outcome(NamedTuple):
+class FederationOutcome(NamedTuple):
     """What a simulation came to.
 
     Attributes:
@@ -109,7 +109,7 @@ class _Done(NamedTuple):
     timing: Timing | None  # None: it was lost
 
 
-class Simulation:
+class FederationSimulation:
     """A federation of simulated clients.
 
     Args:
@@ -126,15 +126,15 @@ class Simulation:
         self,
         data: ImageData,
         parts: Sequence[np.ndarray],
-        world: World,
+        world: SimulatedClients,
         strategy: Strategy,
         *,
-        work: Work | None = None,
+        work: ClientWork | None = None,
         seed: int = 0,
         pay: PaidRounds | None = None,
     ) -> None:
         self._data, self._parts, self._world = data, parts, world
-        self._work = work or Work()
+        self._work = work or ClientWork()
         self._classifier = Classifier(inputs=data.images.shape[1])
         self._rng = make_generator(seed, "training")
         self._sizes = np.array([part.size for part in parts])
@@ -165,7 +165,7 @@ class Simulation:
         self._sent_bytes = 0
         self._came_online = np.zeros(len(parts), bool)
 
-    def run(self, budget_s: float, rounds: int, *, target: float = math.inf) -> Outcome:
+    def run(self, budget_s: float, rounds: int, *, target: float = math.inf) -> FederationOutcome:
         """Run until a budget is spent.
 
         Args:
@@ -187,12 +187,12 @@ class Simulation:
             online = self._world.online(now_s)
             self._came_online |= online
             for action in server.advance(now_s, online):
-                if isinstance(action, Start):
+                if isinstance(action, StartClient):
                     self._start(now_s, action)
             if server.monitor.evaluations and server.monitor.final >= target:
                 break
             now_s = self._wait(now_s)
-        return Outcome(
+        return FederationOutcome(
             monitor=server.monitor,
             seconds=min(now_s, budget_s),
             rounds=server.version,
@@ -204,7 +204,7 @@ class Simulation:
             alarms=tuple(server.alarms),
         )
 
-    def _start(self, now_s: float, action: Start) -> None:
+    def _start(self, now_s: float, action: StartClient) -> None:
         """Draw how long a client takes, and whether its work is lost."""
         samples = int(self._steps[action.client]) * self._work.batch
         timing, seconds = self._world.timing(action.client, samples, self._work.model_bytes)

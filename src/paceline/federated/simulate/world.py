@@ -52,7 +52,7 @@ class DeviceOptions(Record):
 
 
 @dataclass(slots=True)
-class World:
+class SimulatedClients:
     """Devices, by client; arrays have the shape (clients,).
 
     Attributes:
@@ -85,7 +85,7 @@ class World:
         options: DeviceOptions,
         rng: np.random.Generator,
         scores: Sequence[float] = (),
-    ) -> World:
+    ) -> SimulatedClients:
         """Return a world.
 
         Args:

@@ -183,10 +183,14 @@ class _Campaign:
         os.close(writer)
         try:
             reached = self._follow(reader, acknowledged, target)
-            if target is not None:
+            if target is not None or self._failures:
                 os.kill(child, signal.SIGKILL)
             # What it had acknowledged before the signal came is committed too.
             reached = max(reached, *_acknowledged(_drain(reader)), acknowledged)
+        except BaseException:  # interrupted: no process is left behind
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise
         finally:
             os.close(reader)
         _, status = os.waitpid(child, 0)
