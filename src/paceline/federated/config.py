@@ -100,7 +100,10 @@ class FederationConfig(Record):
             data = tomllib.loads(read_text(path))
         except tomllib.TOMLDecodeError as problem:
             raise ConfigError(
-                "a federation's file is not TOML", where=str(path), why=str(problem)
+                "a federation's file is not TOML",
+                where=str(path),
+                why=str(problem),
+                fix="Write it as docs/guides/federated.md shows",
             ) from problem
         found = cls.from_json(data, where=str(path))
         found.check(str(path))

@@ -99,10 +99,17 @@ def _read_scores(path: str) -> list[float]:
         scores = [float(row["cpu_f_score"]) for row in rows if row.get("cpu_f_score")]
     except (ValueError, AttributeError, TypeError) as problem:
         raise ConfigError(
-            "a file of scores is not a JSON list of objects", where=path, why=str(problem)
+            "a file of scores is not a JSON list of objects",
+            where=path,
+            why=str(problem),
+            fix='Write [{"cpu_f_score": 1.0}, ...]',
         ) from problem
     if not scores:
-        raise ConfigError("a file of scores has no cpu_f_score", where=path)
+        raise ConfigError(
+            "a file of scores has no cpu_f_score",
+            where=path,
+            fix='Write [{"cpu_f_score": 1.0}, ...]',
+        )
     return scores
 
 

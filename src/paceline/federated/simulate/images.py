@@ -17,6 +17,7 @@ _FILES = {
     "test_images": "t10k-images-idx3-ubyte",
     "test_labels": "t10k-labels-idx1-ubyte",
 }
+_FIX = "Name a folder with the four IDX files of MNIST or Fashion-MNIST"
 _TESTED = 4  # of the digits, one of so many is for the test
 
 
@@ -62,17 +63,20 @@ def _read_idx(folder: Path, name: str) -> np.ndarray:
         raise NotFound(
             f"there is no {name}",
             where=str(folder),
-            fix="Name a folder with the four IDX files of MNIST or Fashion-MNIST",
+            fix=_FIX,
         )
     raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     dims = raw[3] if len(raw) > 3 else 0
     begin = 4 + 4 * dims
     if raw[:3] != b"\0\0\x08" or len(raw) < begin:
-        raise ConfigError("a file is not of the IDX format", where=str(path))
+        raise ConfigError("a file is not of the IDX format", where=str(path), fix=_FIX)
     shape = struct.unpack(f">{dims}I", raw[4:begin])
     if len(raw) != begin + int(np.prod(shape)):
         raise ConfigError(
-            "an IDX file is not as long as it says", where=str(path), why=f"shape {shape}"
+            "an IDX file is not as long as it says",
+            where=str(path),
+            why=f"shape {shape}",
+            fix=_FIX,
         )
     return np.frombuffer(raw, np.uint8, offset=begin).reshape(shape)
 
