@@ -15,14 +15,13 @@ if TYPE_CHECKING:
 
 @click.command(
     "mount",
-    context_settings={"allow_interspersed_args": False},  # what follows PROGRAM is the program's
     epilog="Example: paceline store mount train.pack:/data -- busybox ls -l /data",
 )
 @click.option("--threads", type=click.IntRange(1, 64), help="That serve the kernel.  [default: 2]")
 @click.option("--dry-run", is_flag=True, help="Check all; mount nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object once it is mounted.")
 @click.argument("mount", metavar="PACK:/PATH")
-@click.argument("program", metavar="[PROGRAM [ARGS]...]", nargs=-1, type=click.UNPROCESSED)
+@click.argument("program", metavar="[-- PROGRAM [ARGS]...]", nargs=-1, type=click.UNPROCESSED)
 def mount_pack(
     threads: int | None, dry_run: bool, as_json: bool, mount: str, program: tuple[str, ...]
 ) -> None:

@@ -5,8 +5,8 @@
           v
     kernel: /data  <--requests, replies-->  threads of the core (fuse_server.hpp)
 
-The mount lives as long as the process that serves it. One whose server was killed stays in the tree;
-the next mount at the same folder, or `unmount_pack`, takes it away.
+The mount lives as long as the process that serves it. One whose server was killed stays in the
+tree; the next mount at the same folder, or `unmount_pack`, takes it away.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Mounts by FUSE without root, by the system's setuid program fusermount3.
 
-It mounts, and hands over the descriptor of /dev/fuse through a socket whose number it finds in a variable
-(fuse's util/fusermount.c).
+It mounts, and hands over the descriptor of /dev/fuse through a socket whose number it finds in a
+variable (fuse's util/fusermount.c).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The mounts of this system, as /proc/self/mountinfo lists them.
 
-A mount is looked up here and not by asking its file system, which may have no server any more, or one
-that does not answer.
+A mount is looked up here and not by asking its file system, which may have no server any more, or
+one that does not answer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keeps a mount by FUSE until it is to end: by a signal, by hand, or with the program that it is for."""
+"""Keeps a mount by FUSE until a signal, an unmount, or the end of its program."""
 
 from __future__ import annotations
 
