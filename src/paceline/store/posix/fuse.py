@@ -128,7 +128,7 @@ class FuseMount:
             return
         with contextlib.suppress(OSError):  # not everywhere; the end of this process does it, too
             (_CONNECTIONS / str(self._connection) / "abort").write_text("1")
-        _can_read(_ANSWER_S, self.ended)
+            _can_read(_ANSWER_S, self.ended)
         raise StorageError(
             "programs had files of the mount open",
             where=point,
