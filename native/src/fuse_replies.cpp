@@ -280,7 +280,7 @@ int FuseReplies::start(std::span<const std::byte> body, FuseReply& reply) {
   return put(chosen, reply);
 }
 
-// A kernel that is told that there is no such call opens files and folders by itself from then on, and
+// A kernel that hears that there is no such call opens files and folders by itself from then on, and
 // keeps what it read of them.
 int FuseReplies::open(bool is_folder, FuseReply& reply) {
   if ((kernel_can_ & (is_folder ? FUSE_NO_OPENDIR_SUPPORT : FUSE_NO_OPEN_SUPPORT)) != 0) return ENOSYS;

@@ -5,8 +5,8 @@
 //        ^                            |  keeps names, attributes and pages     |
 //        +----------------------------+ <---- reply, from the shard's mapping -+
 //
-// A pack does not change, so the kernel may keep what it was told for as long as it likes: once a file
-// was read, stat, open, read and close of it never come here. A node is numbered as the inode of its
+// A pack does not change, so the kernel may keep replies for as long as it likes: once a file was read,
+// stat, open, read and close of it never come here. A node is numbered as the inode of its
 // entry: there is no table of the files that programs looked up or opened, and nothing to forget. That is
 // why this speaks the kernel's protocol (linux/fuse.h) and not libfuse's: half of what libfuse does is
 // keeping such tables, and a wheel that is installed with pip could not count on it.
