@@ -26,7 +26,7 @@
 namespace paceline {
 
 struct FuseServer::Session {
-  explicit Session(const std::string& place) : pack(open_pack_files(place)), replies(pack.get()) {
+  explicit Session(const std::string& of) : place(of), pack(open_pack_files(of)), replies(pack.get()) {
     if (ended < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
   }
   ~Session() {
@@ -39,6 +39,7 @@ struct FuseServer::Session {
   void note_ready();
   void leave();
 
+  const std::string place;
   PackFilesOwner pack;
   FuseReplies replies;
   int ended = eventfd(0, EFD_CLOEXEC);
@@ -90,8 +91,10 @@ void FuseServer::Session::send(int to, const FuseReply& reply) {
                          {const_cast<std::byte*>(reply.body.data()), reply.body.size()}};
   const ssize_t sent = writev(to, parts, reply.body.empty() ? 1 : 2);
   if (reply.is_init && sent > 0) note_ready();
-  // EFAULT: a shard was truncated since its bytes were verified; the kernel has made it EIO. ENOENT: the
-  // program that waited for it was killed.
+  if (sent < 0 && errno == EFAULT) {  // the kernel has made it EIO
+    const std::string line = "paceline: " + place + ": a shard was cut off after it was verified\n";
+    if (write(STDERR_FILENO, line.data(), line.size()) < 0) return;  // nobody reads it
+  }
   if (reply.error != 0 || sent < 0) errors.fetch_add(1, std::memory_order_relaxed);
 }
 
@@ -110,6 +113,7 @@ void FuseServer::Session::serve(int from) {
       bytes.fetch_add(reply.body.size(), std::memory_order_relaxed);
     }
     send(from, reply);
+    reply.held.reset();
   }
 }
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     "mount",
     epilog="Example: paceline store mount train.pack:/data -- busybox ls -l /data",
 )
-@click.option("--threads", type=click.IntRange(1, 64), help="That serve the kernel.  [default: 2]")
+@click.option("--threads", type=click.IntRange(1, 64), help="That serve the kernel.  [default: 4]")
 @click.option("--dry-run", is_flag=True, help="Check all; mount nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object once it is mounted.")
 @click.argument("mount", metavar="PACK:/PATH")

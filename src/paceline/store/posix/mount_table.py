@@ -13,6 +13,7 @@ from pathlib import Path
 
 KIND = "fuse.paceline"
 _TABLE = Path("/proc/self/mountinfo")
+_MOST_LINKS = 40  # as the kernel follows
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
 
 
@@ -55,20 +56,26 @@ def find_mount(point: str) -> MountEntry | None:
     """Return the mount at this folder; of several, the one on top.
 
     Args:
-        point: path, in which only the folders above the mount may be symbolic links.
+        point: path of the folder, or of a symbolic link to it.
     """
     place = real_point(point)
-    found = None
-    for entry in parse_table(_TABLE.read_bytes()):
-        if entry.point == place:
-            found = entry
-    return found
+    found = [entry for entry in parse_table(_TABLE.read_bytes()) if entry.point == place]
+    return found[-1] if found else None
 
 
 def real_point(point: str) -> str:
-    """Return the absolute path of a mount, without links above it; the mount is not asked."""
-    above, last = os.path.split(os.path.abspath(point))  # noqa: PTH100  # Path.absolute keeps ".."
-    return os.path.join(os.path.realpath(above), last)  # noqa: PTH118  # a string in, a string out
+    """Return the absolute path of a folder, without links.
+
+    What is mounted there is not asked: not even whether it is a link.
+    """
+    mounted = {entry.point for entry in parse_table(_TABLE.read_bytes())}
+    for _ in range(_MOST_LINKS):
+        above, last = os.path.split(os.path.abspath(point))  # noqa: PTH100  # it removes ".."
+        place = os.path.join(os.path.realpath(above), last)  # noqa: PTH118  # a string in and out
+        if place in mounted or not os.path.islink(place):  # noqa: PTH114
+            return place
+        point = os.path.join(os.path.dirname(place), os.readlink(place))  # noqa: PTH115,PTH118,PTH120
+    return place
 
 
 def _unescaped(word: bytes) -> str:
