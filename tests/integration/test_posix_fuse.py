@@ -336,7 +336,7 @@ def test_a_user_mounts_by_fusermount(pack):
         (top / "fuse").chmod(0o666)
         line = (
             'mount --bind "$0" /dev/fuse && "$@"; code=$?; '
-            f"grep {top} /proc/self/mountinfo; exit $code"
+            f"grep {top}/point /proc/self/mountinfo; exit $code"
         )
         inside = ["unshare", "-m", "sh", "-c", line, top / "fuse", sys.executable, "-c", AS_USER]
         mount = ["store", "mount", f"{top / 'pack'}:{top / 'point'}", "--"]
