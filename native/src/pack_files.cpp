@@ -223,7 +223,7 @@ int pack_files_name(PackFiles* pack, PackEntry entry, char* name, size_t* length
         return;
       }
       *length = found.size();
-      std::memcpy(name, found.data(), found.size());
+      if (!found.empty()) std::memcpy(name, found.data(), found.size());
     });
     return static_cast<int>(problem);
   });
