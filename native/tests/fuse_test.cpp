@@ -38,7 +38,7 @@ std::vector<std::byte> request(std::uint32_t operation, std::uint64_t node, std:
   head.nodeid = node;
   std::vector<std::byte> bytes(head.len);
   std::memcpy(bytes.data(), &head, sizeof head);
-  std::memcpy(bytes.data() + sizeof head, body.data(), body.size());
+  if (!body.empty()) std::memcpy(bytes.data() + sizeof head, body.data(), body.size());
   return bytes;
 }
 
