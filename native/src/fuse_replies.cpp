@@ -12,7 +12,7 @@
 
 #include "paceline/recorder.hpp"
 
-static_assert(FUSE_KERNEL_MINOR_VERSION >= 31, "Linux headers of 5.4 or later are needed");
+static_assert(FUSE_KERNEL_MINOR_VERSION >= 29, "Linux headers of 5.1 or later are needed");
 
 namespace paceline {
 namespace {
