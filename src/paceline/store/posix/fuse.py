@@ -48,7 +48,7 @@ _READY_S = 20.0  # for the kernel's first request
 _CONTAINER = "A container needs --device /dev/fuse and --cap-add SYS_ADMIN"
 _INSTEAD = "or use paceline store exec, or extract the pack: paceline store extract"
 
-THREADS = 4  # of bench/posix.py: no slower than one with one reader, and several readers need them
+THREADS = 4  # so that no request waits for one thread that decompresses a large sample
 
 
 class FuseMount:
