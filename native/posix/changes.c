@@ -41,6 +41,7 @@ static int refuse_new(const Place* place) {
 REFUSE_HERE(refuse_new, mkdir, (const char* path, mode_t mode), (path, mode))
 REFUSE_AT(refuse_new, mkdirat, (int folder, const char* path, mode_t mode), (folder, path, mode))
 REFUSE_HERE(refuse_new, mkfifo, (const char* path, mode_t mode), (path, mode))
+REFUSE_AT(refuse_new, mkfifoat, (int folder, const char* path, mode_t mode), (folder, path, mode))
 REFUSE_HERE(refuse_new, mknod, (const char* path, mode_t mode, dev_t device), (path, mode, device))
 REFUSE_AT(refuse_new, mknodat, (int folder, const char* path, mode_t mode, dev_t device),
           (folder, path, mode, device))
@@ -53,6 +54,7 @@ REFUSE_HERE(refuse_change, remove, (const char* path), (path))
 REFUSE_AT(refuse_change, unlinkat, (int folder, const char* path, int flags), (folder, path, flags))
 REFUSE_HERE(refuse_change, truncate, (const char* path, off_t length), (path, length))
 REFUSE_HERE(refuse_change, chmod, (const char* path, mode_t mode), (path, mode))
+REFUSE_HERE(refuse_change, lchmod, (const char* path, mode_t mode), (path, mode))
 REFUSE_AT(refuse_change, fchmodat, (int folder, const char* path, mode_t mode, int flags),
           (folder, path, mode, flags))
 REFUSE_HERE(refuse_change, chown, (const char* path, uid_t user, gid_t group), (path, user, group))
@@ -105,6 +107,10 @@ REFUSE_DESCRIPTOR(fchmod, (int descriptor, mode_t mode), (descriptor, mode), ERO
 REFUSE_DESCRIPTOR(fchown, (int descriptor, uid_t user, gid_t group), (descriptor, user, group), EROFS)
 REFUSE_DESCRIPTOR(futimes, (int descriptor, const struct timeval times[2]), (descriptor, times), EROFS)
 REFUSE_DESCRIPTOR(futimens, (int descriptor, const struct timespec times[2]), (descriptor, times), EROFS)
+REFUSE_DESCRIPTOR(fsetxattr,
+                  (int descriptor, const char* name, const void* value, size_t size, int flags),
+                  (descriptor, name, value, size, flags), EROFS)
+REFUSE_DESCRIPTOR(fremovexattr, (int descriptor, const char* name), (descriptor, name), EROFS)
 REFUSE_DESCRIPTOR(ftruncate, (int descriptor, off_t length), (descriptor, length), EINVAL)
 
 /* Also of a descriptor, with path NULL. */
@@ -113,6 +119,13 @@ HOOK int utimensat(int folder, const char* path, const struct timespec times[2],
   Place place;
   if (in_mount(&folder, &path, &place)) return refuse_change(&place);
   return REAL(utimensat)(folder, path, times, flags);
+}
+
+HOOK int futimesat(int folder, const char* path, const struct timeval times[2]) {
+  if (path == NULL) return futimes(folder, times);
+  Place place;
+  if (in_mount(&folder, &path, &place)) return refuse_change(&place);
+  return REAL(futimesat)(folder, path, times);
 }
 
 /* Of two paths: what leads from one file system to another is EXDEV, as the kernel says. */
@@ -155,6 +168,16 @@ HOOK int linkat(int from_folder, const char* from, int to_folder, const char* to
 
 HOOK int link(const char* from, const char* to) {
   return linkat(AT_FDCWD, from, AT_FDCWD, to, 0);
+}
+
+/* Names that programs compiled for glibc before 2.33 call. */
+HOOK int __xmknod(int version, const char* path, mode_t mode, dev_t* device) {
+  (void)version;
+  return mknod(path, mode, *device);
+}
+HOOK int __xmknodat(int version, int folder, const char* path, mode_t mode, dev_t* device) {
+  (void)version;
+  return mknodat(folder, path, mode, *device);
 }
 
 ALIAS(truncate64, truncate)

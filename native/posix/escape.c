@@ -5,15 +5,20 @@
 
 #include <poll.h>
 #include <stdarg.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/sendfile.h>
+#include <sys/socket.h>
 #include <termios.h>
 #include <unistd.h>
 
 #include "aliases.h"
+
+void __chk_fail(void) __attribute__((noreturn)); /* the C library's: "buffer overflow detected" */
 
 enum { clone_request = 0x40049409 }; /* FICLONE; its argument is a descriptor */
 
@@ -40,6 +45,11 @@ HOOK int dup(int descriptor) {
 
 HOOK int dup3(int descriptor, int wanted, int flags) {
   OpenFile* file = acquire(descriptor);
+  const int problem = is_hidden(wanted) ? vacate(wanted) : 0;
+  if (problem != 0) {
+    if (file != NULL) release(file);
+    return fail(problem);
+  }
   if (file == NULL) return REAL(dup3)(descriptor, wanted, flags);
   /* A folder cannot have a number of the kernel's. */
   const int kernel = is_folder(file) ? fail(EBADF) : promote(file);
@@ -54,8 +64,8 @@ HOOK int dup2(int descriptor, int wanted) {
     release(file);
     return wanted;
   }
-  return descriptor < first_descriptor ? REAL(dup2)(descriptor, wanted)
-                                       : dup3(descriptor, wanted, 0);
+  return descriptor < first_descriptor && !is_hidden(wanted) ? REAL(dup2)(descriptor, wanted)
+                                                             : dup3(descriptor, wanted, 0);
 }
 
 /* Nobody writes to the file: every lock for reading is granted. */
@@ -75,9 +85,13 @@ static int control_file(OpenFile* file, int command, void* argument) {
       atomic_store(&file->closes_on_exec, ((intptr_t)argument & FD_CLOEXEC) != 0);
       return 0;
     case F_GETFL:
-      return file->flags & ~(O_CLOEXEC | O_CREAT | O_NOCTTY | O_NOFOLLOW);
-    case F_SETFL:
+      return atomic_load(&file->flags) & ~(O_CLOEXEC | O_CREAT | O_NOCTTY | O_NOFOLLOW);
+    case F_SETFL: { /* without effect on a file that is only read, and remembered */
+      const int settable = O_APPEND | O_NONBLOCK | O_NOATIME;
+      const int set = (int)(intptr_t)argument & settable;
+      atomic_store(&file->flags, (atomic_load(&file->flags) & ~settable) | set);
       return 0;
+    }
     case F_GETLK:
     case F_SETLK:
     case F_SETLKW:
@@ -121,7 +135,7 @@ static int control_device(OpenFile* file, unsigned long request, void* argument)
       atomic_store(&file->closes_on_exec, request == FIOCLEX);
       return 0;
     case FIONREAD: {
-      const int kernel = atomic_load(&file->kernel);
+      const int kernel = kernel_of(file);
       if (kernel >= 0) return REAL(ioctl)(kernel, request, argument);
       *(int*)argument = (int)((int64_t)file->status.size - atomic_load(&file->position));
       return 0;
@@ -243,23 +257,91 @@ HOOK int fdatasync(int descriptor) {
   return 0;
 }
 
+/* By the C library's own call: its lockf makes it past the hooks. */
+HOOK int lockf(int descriptor, int command, off_t length) {
+  OpenFile* file = acquire(descriptor);
+  if (file == NULL) return REAL(lockf)(descriptor, command, length);
+  release(file);
+  switch (command) {
+    case F_TEST:
+    case F_ULOCK:
+      return 0;
+    case F_LOCK:
+    case F_TLOCK:
+      return fail(EBADF); /* these lock for writing */
+    default:
+      return fail(EINVAL);
+  }
+}
+
+/* What poll says of a file that can always be read, and, as of any regular file, written. */
+static short poll_file(const struct pollfd* asked) {
+  return asked->events & (POLLIN | POLLOUT | POLLRDNORM | POLLWRNORM);
+}
+
+static bool is_ours(int descriptor) {
+  OpenFile* file = acquire(descriptor);
+  if (file != NULL) release(file);
+  return file != NULL;
+}
+
+/* The kernel is asked about the others, a copy in which ours are left out (negative). It waits only if none
+   of ours is ready. */
+static int poll_others(struct pollfd* asked, nfds_t count, const struct timespec* timeout,
+                       const sigset_t* mask) {
+  static const struct timespec now = {0, 0};
+  struct rlimit limit;
+  if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && count > limit.rlim_cur) return fail(EINVAL);
+  struct pollfd* copy = malloc(count * sizeof *copy);
+  if (copy == NULL) return fail(ENOMEM);
+  int ready = 0;
+  for (nfds_t i = 0; i < count; ++i) {
+    copy[i] = asked[i];
+    if (asked[i].fd < first_descriptor || !is_ours(asked[i].fd)) continue;
+    copy[i].fd = -1;
+    ready += poll_file(&asked[i]) != 0;
+  }
+  const int found = REAL(ppoll)(copy, count, ready > 0 ? &now : timeout, mask);
+  for (nfds_t i = 0; found >= 0 && i < count; ++i) {
+    asked[i].revents = copy[i].fd == asked[i].fd ? copy[i].revents : poll_file(&asked[i]);
+  }
+  const int problem = errno;
+  free(copy);
+  errno = problem;
+  return found < 0 ? found : found + ready;
+}
+
+static bool has_ours(const struct pollfd* asked, nfds_t count) {
+  for (nfds_t i = 0; i < count; ++i) {
+    if (asked[i].fd >= first_descriptor) return true;
+  }
+  return false;
+}
+
+HOOK int ppoll(struct pollfd* asked, nfds_t count, const struct timespec* timeout,
+               const sigset_t* mask) {
+  return has_ours(asked, count) ? poll_others(asked, count, timeout, mask)
+                                : REAL(ppoll)(asked, count, timeout, mask);
+}
+
 /* The C library declares that poll writes to `asked`; it also reads. */
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
-/* A file can always be read. The kernel is asked about the others, without waiting. */
 HOOK int poll(struct pollfd* asked, nfds_t count, int timeout_ms) {
-  nfds_t ours = 0;
-  for (nfds_t i = 0; i < count; ++i) ours += asked[i].fd >= first_descriptor;
-  if (ours == 0) return REAL(poll)(asked, count, timeout_ms);
-  const int ready = REAL(poll)(asked, count, 0);
-  if (ready < 0) return ready;
-  for (nfds_t i = 0; i < count; ++i) {
-    OpenFile* file = acquire(asked[i].fd);
-    if (file == NULL) continue;
-    release(file);
-    asked[i].revents = asked[i].events & (POLLIN | POLLRDNORM); /* the kernel had said POLLNVAL */
-  }
-  return ready;
+  if (!has_ours(asked, count)) return REAL(poll)(asked, count, timeout_ms);
+  const struct timespec timeout = {timeout_ms / 1000, timeout_ms % 1000 * 1000000L};
+  return poll_others(asked, count, timeout_ms < 0 ? NULL : &timeout, NULL);
+}
+
+HOOK int __poll_chk(struct pollfd* asked, nfds_t count, int timeout_ms, size_t room) {
+  if (room / sizeof *asked < count) __chk_fail();
+  return poll(asked, count, timeout_ms);
+}
+
+HOOK int __ppoll_chk(struct pollfd* asked, nfds_t count, const struct timespec* timeout,
+                     const sigset_t* mask, size_t room) {
+  if (room / sizeof *asked < count) __chk_fail();
+  return ppoll(asked, count, timeout, mask);
 }
 
 /* As the kernel says of regular files. */
@@ -270,7 +352,53 @@ HOOK int epoll_ctl(int set, int operation, int descriptor, struct epoll_event* e
   return file == NULL ? REAL(epoll_ctl)(set, operation, descriptor, event) : refuse(file, EPERM);
 }
 
+/* --- sockets: descriptors that are sent to another process (SCM_RIGHTS) -------------------------------- */
+
+static bool sends_ours(struct msghdr* message) {
+  for (struct cmsghdr* part = CMSG_FIRSTHDR(message); part != NULL; part = CMSG_NXTHDR(message, part)) {
+    if (part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS) continue;
+    for (size_t at = 0; CMSG_LEN(at + sizeof(int)) <= part->cmsg_len; at += sizeof(int)) {
+      int number;
+      memcpy(&number, CMSG_DATA(part) + at, sizeof number);
+      if (number >= first_descriptor) return true;
+    }
+  }
+  return false;
+}
+
+/* In place: the receiver gets the kernel's descriptors. False with errno. */
+static bool replace_ours(struct msghdr* message) {
+  for (struct cmsghdr* part = CMSG_FIRSTHDR(message); part != NULL; part = CMSG_NXTHDR(message, part)) {
+    if (part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS) continue;
+    for (size_t at = 0; CMSG_LEN(at + sizeof(int)) <= part->cmsg_len; at += sizeof(int)) {
+      int number;
+      memcpy(&number, CMSG_DATA(part) + at, sizeof number);
+      const int kernel = kernel_number(number);
+      if (kernel < 0 && number >= first_descriptor) return false;
+      memcpy(CMSG_DATA(part) + at, &kernel, sizeof kernel);
+    }
+  }
+  return true;
+}
+
+HOOK ssize_t sendmsg(int socket, const struct msghdr* message, int flags) {
+  struct msghdr own;
+  if (message == NULL || message->msg_controllen == 0 ||
+      (own = *message, !sends_ours(&own))) {
+    return REAL(sendmsg)(socket, message, flags);
+  }
+  own.msg_control = malloc(own.msg_controllen);
+  if (own.msg_control == NULL) return fail(ENOBUFS);
+  memcpy(own.msg_control, message->msg_control, own.msg_controllen);
+  const ssize_t sent = replace_ours(&own) ? REAL(sendmsg)(socket, &own, flags) : -1;
+  const int problem = errno;
+  free(own.msg_control);
+  errno = problem;
+  return sent;
+}
+
 ALIAS(__dup2, dup2)
+ALIAS(lockf64, lockf)
 ALIAS(fcntl64, fcntl)
 ALIAS(__fcntl, fcntl)
 ALIAS(mmap64, mmap)

@@ -3,10 +3,22 @@
 
 #include <limits.h>
 #include <stdarg.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 #include "aliases.h"
+
+/* Of headers older than Linux 5.11; the number is the same on all machines. */
+#ifndef SYS_close_range
+#define SYS_close_range 436
+#endif
+#ifndef CLOSE_RANGE_CLOEXEC
+#define CLOSE_RANGE_CLOEXEC 4
+#endif
+int close_range(unsigned first, unsigned last, int flags);
+void closefrom(int lowest);
 
 int open_entry(const Place* place, int flags) {
   PackEntry entry;
@@ -58,7 +70,49 @@ HOOK int __openat_2(int folder, const char* path, int flags) { return openat(fol
 
 HOOK int close(int descriptor) {
   OpenFile* file = acquire(descriptor);
-  return file == NULL ? REAL(close)(descriptor) : close_descriptor(file);
+  if (file != NULL) return close_descriptor(file);
+  return is_hidden(descriptor) ? fail(EBADF) : REAL(close)(descriptor);
+}
+
+static void close_ours(unsigned first, unsigned last, bool marks_only) {
+  const unsigned end = (unsigned)first_descriptor + (unsigned)used_descriptors();
+  if (first < first_descriptor) first = first_descriptor;
+  for (unsigned number = first; number < end && number <= last; ++number) {
+    OpenFile* file = acquire((int)number);
+    if (file == NULL) continue;
+    if (marks_only) {
+      atomic_store(&file->closes_on_exec, true);
+      release(file);
+    } else {
+      close_descriptor(file);
+    }
+  }
+}
+
+/* All but the hidden ones, which close on exec anyway. By the system call: the C library has the function
+   since 2.34. */
+HOOK int close_range(unsigned first, unsigned last, int flags) {
+  const unsigned end = last < first_descriptor ? last + 1 : first_descriptor;
+  if (mount_count() == 0 || first > last) return (int)syscall(SYS_close_range, first, last, flags);
+  for (unsigned begin = first; begin < end;) {
+    const int skipped = next_hidden((int)begin);
+    const unsigned stop = skipped < 0 || (unsigned)skipped > end ? end : (unsigned)skipped;
+    if (begin < stop && syscall(SYS_close_range, begin, stop - 1, flags) != 0) return -1;
+    begin = stop + 1;
+  }
+  close_ours(first, last, (flags & CLOSE_RANGE_CLOEXEC) != 0);
+  return 0;
+}
+
+HOOK void closefrom(int lowest) {
+  const unsigned first = lowest < 0 ? 0 : (unsigned)lowest;
+  if (close_range(first, UINT_MAX, 0) == 0) return;
+  close_ours(first, UINT_MAX, false); /* Linux before 5.9 */
+  struct rlimit limit;
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  for (unsigned number = first; number < limit.rlim_cur && number < first_descriptor; ++number) {
+    close((int)number);
+  }
 }
 
 HOOK ssize_t read(int descriptor, void* target, size_t count) {
@@ -77,9 +131,10 @@ HOOK ssize_t pread(int descriptor, void* target, size_t count, off_t position) {
   return length;
 }
 
-/* Reads into several buffers; `position` as for read_file. Releases the file. */
+/* Reads into several buffers; `position` as for read_file, -1 alone meaning the file's own. Releases it. */
 static ssize_t read_parts(OpenFile* file, const struct iovec* parts, int count, int64_t position) {
-  ssize_t total = 0;
+  ssize_t total = count < 0 || count > IOV_MAX || position < -1 ? fail(EINVAL) : 0;
+  if (total < 0) count = 0;
   for (int i = 0; i < count; ++i) {
     const int64_t from = position < 0 ? position : position + total;
     const ssize_t length = read_file(file, parts[i].iov_base, parts[i].iov_len, from);
@@ -103,13 +158,17 @@ HOOK ssize_t readv(int descriptor, const struct iovec* parts, int count) {
 HOOK ssize_t preadv(int descriptor, const struct iovec* parts, int count, off_t position) {
   OpenFile* file = acquire(descriptor);
   if (file == NULL) return REAL(preadv)(descriptor, parts, count, position);
-  return read_parts(file, parts, count, position);
+  return read_parts(file, parts, count, position < 0 ? -2 : position);
 }
 
 HOOK ssize_t preadv2(int descriptor, const struct iovec* parts, int count, off_t position,
                      int flags) {
   OpenFile* file = acquire(descriptor);
   if (file == NULL) return REAL(preadv2)(descriptor, parts, count, position, flags);
+  if ((flags & ~(RWF_HIPRI | RWF_DSYNC | RWF_SYNC | RWF_NOWAIT)) != 0) {
+    release(file);
+    return fail(EOPNOTSUPP);
+  }
   return read_parts(file, parts, count, position);
 }
 
@@ -125,45 +184,32 @@ HOOK ssize_t __pread_chk(int descriptor, void* target, size_t count, off_t posit
   return pread(descriptor, target, count, position);
 }
 
+/* All of a file is data; the hole is behind its end. */
+static off_t seek_hole(OpenFile* file, off_t offset, int origin) {
+  const off_t size = (off_t)file->status.size;
+  if (offset < 0 || offset >= size) return fail(ENXIO);
+  return move_position(file, origin == SEEK_HOLE ? size : offset, SEEK_SET);
+}
+
 HOOK off_t lseek(int descriptor, off_t offset, int origin) {
   OpenFile* file = acquire(descriptor);
   if (file == NULL) return REAL(lseek)(descriptor, offset, origin);
-  const int kernel = atomic_load(&file->kernel);
-  const int64_t size = file->entry.kind == PACK_FOLDER ? 0 : (int64_t)file->status.size;
-  int64_t from = 0;
-  int64_t target = -1;
-  switch (kernel >= 0 ? -1 : origin) {
-    case -1:
-      target = REAL(lseek)(kernel, offset, origin);
-      release(file);
-      return target;
+  off_t position;
+  switch (origin) {
     case SEEK_SET:
-      break;
     case SEEK_CUR:
-      from = atomic_load(&file->position);
-      break;
     case SEEK_END:
-      from = size;
+      position = move_position(file, offset, origin);
       break;
-    case SEEK_DATA: /* all of it is data; the hole is behind the end */
+    case SEEK_DATA:
     case SEEK_HOLE:
-      if (offset < 0 || offset >= size) {
-        release(file);
-        return fail(ENXIO);
-      }
-      from = origin == SEEK_HOLE ? size - offset : 0;
+      position = seek_hole(file, offset, origin);
       break;
     default:
-      release(file);
-      return fail(EINVAL);
-  }
-  if (__builtin_add_overflow(from, offset, &target) || target < 0) {
-    target = fail(EINVAL);
-  } else {
-    atomic_store(&file->position, target);
+      position = fail(EINVAL);
   }
   release(file);
-  return target;
+  return position;
 }
 
 ALIAS(open64, open)

@@ -189,6 +189,8 @@ HOOK ssize_t getdents64(int descriptor, void* buffer, size_t room) {
   folder->next = (size_t)atomic_load(&file->position);
   size_t length = 0;
   bool is_full = false;
+  const int before = errno;
+  errno = 0;
   for (const struct dirent* entry; (entry = next_entry(folder)) != NULL;) {
     const size_t size = (entry->d_reclen + sizeof(uint64_t) - 1) & ~(sizeof(uint64_t) - 1);
     is_full = length + size > room;
@@ -199,9 +201,12 @@ HOOK ssize_t getdents64(int descriptor, void* buffer, size_t room) {
     length += size;
     atomic_store(&file->position, (int64_t)folder->next);
   }
+  const int problem = length > 0 ? 0 : is_full ? EINVAL : errno;
   end_list(folder);
   release(file);
-  return length == 0 && is_full ? fail(EINVAL) : (ssize_t)length;
+  if (problem != 0) return fail(problem);
+  errno = before;
+  return (ssize_t)length;
 }
 
 /* The C library's scandir opens the folder by a call that no hook sees. */
@@ -221,18 +226,21 @@ HOOK int scandirat(int descriptor, const char* path, struct dirent*** names,
   struct dirent** found = malloc((open->count + 2) * sizeof *found);
   size_t count = 0;
   bool has_memory = found != NULL;
-  for (struct dirent* entry; has_memory && (entry = next_entry(open)) != NULL;) {
+  const int before = errno;
+  for (struct dirent* entry; has_memory && (errno = 0, entry = next_entry(open)) != NULL;) {
     if (is_wanted != NULL && !is_wanted(entry)) continue;
     struct dirent* own = malloc(entry->d_reclen);
     has_memory = own != NULL;
     if (has_memory) found[count++] = memcpy(own, entry, entry->d_reclen);
   }
+  problem = has_memory ? errno : ENOMEM; /* of the entry that could not be read */
   end_list(open);
-  if (!has_memory) {
+  if (problem != 0) {
     while (count > 0) free(found[--count]);
     free(found);
-    return fail(ENOMEM);
+    return fail(problem);
   }
+  errno = before;
   if (compare != NULL) qsort(found, count, sizeof *found, (int (*)(const void*, const void*))compare);
   *names = found;
   return (int)count;

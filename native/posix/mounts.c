@@ -18,17 +18,24 @@
 
 enum { max_mounts = 16 };
 
-typedef struct {
+typedef struct Folder {
   bool is_in_mount;
+  struct Folder* next_retired;
   size_t length; /* 0: the root */
   char path[];
 } Folder;
 
-char* mounts_variable;
-char* preload_variable;
+char* kept_variables[most_kept + 1];
 static Mount mounts[max_mounts];
 static unsigned count; /* 0 while the shim is not active */
-static Folder* _Atomic working_folder; /* NULL: not known. Never freed: another thread may read it */
+static char too_long[PATH_MAX + 2]; /* a path for which the kernel says ENAMETOOLONG */
+
+/* The working folder; NULL: not known. Readers count themselves; one that was replaced is freed by a later
+   change of the folder, when nobody reads. */
+static Folder* _Atomic working_folder;
+static atomic_int folder_readers;
+static Folder* retired_folders;
+static pthread_mutex_t changing_folder = PTHREAD_MUTEX_INITIALIZER;
 static const char kernels_folder[] = "/proc/self/fdinfo"; /* while ours is in a mount */
 
 static bool names_program(const char* variable, const char* program) {
@@ -68,16 +75,31 @@ static void add_mount(char* line) {
   ++count;
 }
 
+/* `path` NULL: it is not known. */
 static void set_folder(const char* path, bool is_in_mount) {
-  const size_t length = strcmp(path, "/") == 0 ? 0 : strlen(path);
-  Folder* folder = malloc(sizeof *folder + length + 1);
+  const size_t length = path == NULL || strcmp(path, "/") == 0 ? 0 : strlen(path);
+  Folder* folder = path == NULL ? NULL : malloc(sizeof *folder + length + 1);
   if (folder != NULL) {
     folder->is_in_mount = is_in_mount;
     folder->length = length;
     memcpy(folder->path, path, length);
     folder->path[length] = '\0';
   }
-  atomic_store(&working_folder, folder);
+  Protection before;
+  protect(&before);
+  pthread_mutex_lock(&changing_folder);
+  Folder* old = atomic_exchange(&working_folder, folder);
+  if (old != NULL) {
+    old->next_retired = retired_folders;
+    retired_folders = old;
+  }
+  while (retired_folders != NULL && atomic_load(&folder_readers) == 0) {
+    Folder* unused = retired_folders;
+    retired_folders = unused->next_retired;
+    free(unused);
+  }
+  pthread_mutex_unlock(&changing_folder);
+  unprotect(&before);
   /* For programs that the C library itself starts, as system does. */
   if (is_in_mount && folder != NULL) {
     setenv("_PACELINE_MOUNT_FOLDER", path, 1);
@@ -91,7 +113,7 @@ void folder_changed(void) {
   if (REAL(getcwd)(path, sizeof path) != NULL && path[0] == '/') {
     set_folder(path, false);
   } else {
-    atomic_store(&working_folder, NULL);
+    set_folder(NULL, false);
   }
 }
 
@@ -101,23 +123,55 @@ int enter_folder(const char* path) {
   return 0;
 }
 
-const char* folder_in_mount(void) {
-  const Folder* folder = atomic_load(&working_folder);
-  return folder != NULL && folder->is_in_mount ? folder->path : NULL;
+static const Folder* acquire_folder(void) {
+  atomic_fetch_add(&folder_readers, 1);
+  return atomic_load(&working_folder);
+}
+
+static void release_folder(void) { atomic_fetch_sub(&folder_readers, 1); }
+
+bool folder_in_mount(char* path) {
+  if (count == 0) return false;
+  const Folder* folder = acquire_folder();
+  const bool is_in_mount = folder != NULL && folder->is_in_mount;
+  if (is_in_mount && path != NULL) memcpy(path, folder->path, folder->length + 1);
+  release_folder();
+  return is_in_mount;
+}
+
+void free_mount_locks(void) {
+  pthread_mutex_init(&changing_folder, NULL);
+  atomic_store(&folder_readers, 0);
+  for (unsigned i = 0; i < count; ++i) pthread_mutex_init(&mounts[i].opening, NULL);
 }
 
 /* A program that one of ours executed starts in a folder of a mount. */
 static void inherit_folder(void) {
   const char* inherited = getenv("_PACELINE_MOUNT_FOLDER");
   char path[PATH_MAX];
-  /* A folder that a program without mounts has left is not the working one any more. */
-  const bool is_parked = REAL(getcwd)(path, sizeof path) != NULL &&
-                         strncmp(path, "/proc/", 6) == 0 && strstr(path, "/fdinfo") != NULL;
+  /* A folder that a program without mounts has left is not the working one any more. Where the kernel's is
+     is not known once the process has ended that went there. */
+  const bool is_known = REAL(getcwd)(path, sizeof path) != NULL;
+  const bool is_parked =
+      is_known ? strncmp(path, "/proc/", 6) == 0 && strstr(path, "/fdinfo") != NULL : errno == ENOENT;
   if (inherited != NULL && is_parked) {
     set_folder(inherited, true);
   } else {
     folder_changed();
   }
+}
+
+/* The launcher's variables as this program got them, for a next one with an environment of its own. */
+static bool keep_variables(void) {
+  static const char* const names[most_kept] = {"_PACELINE_MOUNTS", "LD_PRELOAD", "_PACELINE_MOUNT_ONLY",
+                                               "_PACELINE_MOUNT_NOT"};
+  size_t kept = 0;
+  for (size_t i = 0; i < most_kept; ++i) {
+    const char* value = getenv(names[i]);
+    if (value == NULL) continue;
+    if (asprintf(&kept_variables[kept++], "%s=%s", names[i], value) < 0) return false;
+  }
+  return true;
 }
 
 __attribute__((constructor)) static void read_mounts(void) {
@@ -130,12 +184,12 @@ __attribute__((constructor)) static void read_mounts(void) {
     add_mount(line);
     line = end == NULL ? NULL : end + 1;
   }
-  const char* preload = getenv("LD_PRELOAD");
-  if (asprintf(&mounts_variable, "_PACELINE_MOUNTS=%s", lines) < 0 ||
-      asprintf(&preload_variable, "LD_PRELOAD=%s", preload == NULL ? "" : preload) < 0) {
+  if (!keep_variables()) {
+    dprintf(STDERR_FILENO, "paceline: no memory for mounts\n");
     count = 0;
     return;
   }
+  memset(too_long, 'x', sizeof too_long - 1);
   inherit_folder();
   inherit_descriptors();
 }
@@ -153,6 +207,8 @@ Mount* mount_of_number(unsigned number) { return number < count ? &mounts[number
 PackFiles* mount_pack(Mount* mount) {
   PackFiles* pack = atomic_load_explicit(&mount->pack, memory_order_acquire);
   if (pack != NULL) return pack;
+  Protection before;
+  protect(&before);
   pthread_mutex_lock(&mount->opening);
   pack = atomic_load(&mount->pack);
   if (pack == NULL && !mount->is_broken) {
@@ -161,6 +217,7 @@ PackFiles* mount_pack(Mount* mount) {
     atomic_store_explicit(&mount->pack, pack, memory_order_release);
   }
   pthread_mutex_unlock(&mount->opening);
+  unprotect(&before);
   return pack;
 }
 
@@ -184,8 +241,17 @@ static bool may_be_odd(const char* path) {
   return strstr(path, "/.") != NULL || strstr(path, "//") != NULL;
 }
 
-/* Writes `folder`/`path` without "//", "." and ".." to `out`, of PATH_MAX bytes; a slash at the end
-   stays. False: too long. */
+/* Whether a path ends in a slash, "." or "..": it can only mean a folder. */
+static bool ends_in_folder(const char* path, const char* end) {
+  const char* last = end;
+  while (last > path && last[-1] != '/') --last;
+  const size_t size = (size_t)(end - last);
+  return (size == 0 && end > path) || (size == 1 && last[0] == '.') ||
+         (size == 2 && last[0] == '.' && last[1] == '.');
+}
+
+/* Writes `folder`/`path` without "//", "." and ".." to `out`, of PATH_MAX bytes; with a slash at the end if
+   it can only mean a folder. False: too long. */
 static bool join(const char* folder, size_t folder_length, const char* path, char* out) {
   size_t length = 0;
   const char* parts[] = {folder, path};
@@ -208,8 +274,7 @@ static bool join(const char* folder, size_t folder_length, const char* path, cha
       length += size;
     }
   }
-  const bool is_folder_meant = ends[1] > path && ends[1][-1] == '/';
-  if (length == 0 || is_folder_meant) out[length++] = '/';
+  if (length == 0 || ends_in_folder(path, ends[1])) out[length++] = '/';
   out[length] = '\0';
   return true;
 }
@@ -244,19 +309,22 @@ static bool match_joined(const char* folder, size_t length, const char* path, Pl
   return join(folder, length, path, place->absolute) && match(place->absolute, place);
 }
 
+/* Below a folder in a mount. If the path leads out, `*path` becomes absolute. */
+static bool match_inside(const char* folder, size_t length, const char** path, Place* place) {
+  const bool is_short = join(folder, length, *path, place->absolute);
+  if (is_short && match(place->absolute, place)) return true;
+  *path = is_short ? place->absolute : too_long;
+  return false;
+}
+
 static bool match_absolute(const char* path, Place* place) {
   if (match(path, place)) return true;
   return may_be_odd(path) && match_joined("", 0, path, place);
 }
 
-static bool match_here(const char** path, Place* place) {
-  const Folder* folder = atomic_load_explicit(&working_folder, memory_order_acquire);
+static bool match_in(const Folder* folder, const char** path, Place* place) {
   if (folder == NULL) return false;
-  if (folder->is_in_mount) {
-    if (match_joined(folder->path, folder->length, *path, place)) return true;
-    *path = place->absolute;
-    return false;
-  }
+  if (folder->is_in_mount) return match_inside(folder->path, folder->length, path, place);
   for (unsigned i = 0; i < count; ++i) {
     Mount* mount = &mounts[i];
     if (strncmp(mount->point, folder->path, folder->length) != 0) continue;
@@ -269,6 +337,12 @@ static bool match_here(const char** path, Place* place) {
   return match_joined(folder->path, folder->length, *path, place);
 }
 
+static bool match_here(const char** path, Place* place) {
+  const bool is_inside = match_in(acquire_folder(), path, place);
+  release_folder();
+  return is_inside;
+}
+
 /* Below a folder that is open: one of ours, or one of the kernel's from which the path may lead into a
    mount. The kernel is asked for its path only if a mount's last component is in `path`. */
 static bool match_below(int* descriptor, const char** path, Place* place) {
@@ -278,10 +352,8 @@ static bool match_below(int* descriptor, const char** path, Place* place) {
     const int problem = entry_path(file->mount, file->entry, folder);
     release(file);
     if (problem != 0) return false;
-    if (match_joined(folder, strlen(folder), *path, place)) return true;
-    *path = place->absolute;
     *descriptor = AT_FDCWD;
-    return false;
+    return match_inside(folder, strlen(folder), path, place);
   }
   bool may_enter = false;
   for (unsigned i = 0; i < count; ++i) may_enter |= strstr(*path, mounts[i].last) != NULL;

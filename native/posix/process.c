@@ -52,8 +52,8 @@ HOOK int fchdir(int descriptor) {
 }
 
 HOOK char* getcwd(char* buffer, size_t room) {
-  const char* folder = folder_in_mount();
-  if (folder == NULL) return REAL(getcwd)(buffer, room);
+  char folder[PATH_MAX];
+  if (!folder_in_mount(folder)) return REAL(getcwd)(buffer, room);
   const size_t size = strlen(folder) + 1;
   if (buffer != NULL && room == 0) {
     errno = EINVAL;
@@ -68,7 +68,7 @@ HOOK char* getcwd(char* buffer, size_t room) {
 }
 
 HOOK char* get_current_dir_name(void) {
-  return folder_in_mount() == NULL ? REAL(get_current_dir_name)() : getcwd(NULL, 0);
+  return folder_in_mount(NULL) ? getcwd(NULL, 0) : REAL(get_current_dir_name)();
 }
 
 void __chk_fail(void) __attribute__((noreturn));
@@ -101,12 +101,19 @@ HOOK char* __realpath_chk(const char* path, char* out, size_t room) {
   return realpath(path, out);
 }
 
+/* --- fork -------------------------------------------------------------------------------------------- */
+
+/* The child of a vfork has its parent's memory and descriptors of its own: what it does to a user-level
+   descriptor or to the working folder before it executes a program would happen to its parent. POSIX lets
+   vfork be fork. */
+HOOK pid_t vfork(void) { return fork(); }
+
 /* --- exec -------------------------------------------------------------------------------------------- */
 
-enum { most_added = 5 };
+enum { most_added = most_kept + 2 };
 
-/* What a program gets beside its caller's variables. On the stack: the child of a vfork must not allocate
-   memory that its parent would keep. */
+/* What a program gets beside its caller's variables. On the stack: in a forked child of a program with threads
+   there may be no memory to allocate. */
 typedef struct {
   char folder[PATH_MAX + 32];
   char descriptors[PATH_MAX];
@@ -123,10 +130,17 @@ static bool is_variable(const char* variable, const char* name) {
   return strncmp(variable, name, length) == 0 && variable[length] == '=';
 }
 
+/* Whether NAME=VALUE and NAME=OTHER are of one name. */
+static bool names_same(const char* a, const char* b) {
+  const size_t length = (size_t)(strchrnul(b, '=') - b);
+  return strncmp(a, b, length) == 0 && a[length] == '=';
+}
+
 static bool write_folder(char* out, size_t room) {
-  const char* folder = folder_in_mount();
-  if (folder != NULL) snprintf(out, room, "_PACELINE_MOUNT_FOLDER=%s", folder);
-  return folder != NULL;
+  char folder[PATH_MAX];
+  if (!folder_in_mount(folder)) return false;
+  snprintf(out, room, "_PACELINE_MOUNT_FOLDER=%s", folder);
+  return true;
 }
 
 static bool write_descriptors(char* out, size_t room) {
@@ -136,7 +150,7 @@ static bool write_descriptors(char* out, size_t room) {
     OpenFile* file = acquire(first_descriptor + i);
     if (file == NULL) continue;
     if (!atomic_load(&file->closes_on_exec) && length < room) {
-      const int kernel = atomic_load(&file->kernel);
+      const int kernel = kernel_of(file);
       const int64_t position =
           kernel >= 0 ? REAL(lseek)(kernel, 0, SEEK_CUR) : atomic_load(&file->position);
       length += (size_t)snprintf(out + length, room - length, "%d:%u:%d:%" PRIu64 ":%" PRId64 " ",
@@ -154,17 +168,16 @@ static bool write_descriptors(char* out, size_t room) {
    one for the end. A program with an empty environment keeps its mounts. */
 static void compose(char* const* variables, char** next, Inherited* inherited) {
   char** end = next;
-  bool has_mounts = false;
-  bool has_preload = false;
+  bool has[most_kept] = {false};
   for (; variables != NULL && *variables != NULL; ++variables) {
     if (is_variable(*variables, "_PACELINE_MOUNT_FOLDER")) continue;
     if (is_variable(*variables, "_PACELINE_MOUNT_DESCRIPTORS")) continue;
-    has_mounts |= is_variable(*variables, "_PACELINE_MOUNTS");
-    has_preload |= is_variable(*variables, "LD_PRELOAD");
+    for (int i = 0; kept_variables[i] != NULL; ++i) has[i] |= names_same(*variables, kept_variables[i]);
     *end++ = *variables;
   }
-  if (!has_mounts) *end++ = mounts_variable;
-  if (!has_preload) *end++ = preload_variable;
+  for (int i = 0; kept_variables[i] != NULL; ++i) {
+    if (!has[i]) *end++ = kept_variables[i];
+  }
   if (write_folder(inherited->folder, sizeof inherited->folder)) *end++ = inherited->folder;
   if (write_descriptors(inherited->descriptors, sizeof inherited->descriptors)) {
     *end++ = inherited->descriptors;
@@ -172,35 +185,59 @@ static void compose(char* const* variables, char** next, Inherited* inherited) {
   *end = NULL;
 }
 
-/* A path by which the kernel executes a program of a mount, from a copy in memory; 0 or an errno. */
-static int program_copy(const Place* place, char* link, size_t room) {
+/* A descriptor of a copy in memory of a program in a mount, which the kernel executes by the path that is
+   written to `link`. It stays open in the program, for an interpreter. -1 with errno. */
+static int program_copy(const Place* place, char link[40]) {
   PackEntry entry;
   PackStatus status;
   const int problem = find_entry(place, &entry, &status);
-  if (problem != 0) return problem;
-  if (entry.kind == PACK_FOLDER || (status.mode & 0111) == 0) return EACCES;
+  if (problem != 0) return fail(problem);
+  if (entry.kind == PACK_FOLDER || (status.mode & 0111) == 0) return fail(EACCES);
   const int number = new_descriptor(place->mount, entry, &status, O_CLOEXEC);
-  const int kernel = number < 0 ? -1 : dup(number); /* stays open for an interpreter */
+  const int kernel = number < 0 ? -1 : dup(number);
   const int error = errno;
   if (number >= 0) close(number);
-  if (kernel < 0) return error;
-  snprintf(link, room, "/proc/self/fd/%d", kernel);
-  return 0;
+  errno = error;
+  if (kernel >= 0) snprintf(link, 40, "/proc/self/fd/%d", kernel);
+  return kernel;
+}
+
+static void close_again(int descriptor) {
+  const int before = errno;
+  if (descriptor >= 0) REAL(close)(descriptor);
+  errno = before;
 }
 
 HOOK int execve(const char* path, char* const* arguments, char* const* variables) {
   if (mount_count() == 0) return REAL(execve)(path, arguments, variables);
   Place place;
   char link[40];
+  int copy = -1;
   if (in_mount_here(&path, &place)) {
-    const int problem = program_copy(&place, link, sizeof link);
-    if (problem != 0) return fail(problem);
+    copy = program_copy(&place, link);
+    if (copy < 0) return -1;
     path = link;
   }
   Inherited inherited;
   char* next[count_of(variables) + most_added + 1];
   compose(variables, next, &inherited);
-  return REAL(execve)(path, arguments, next);
+  REAL(execve)(path, arguments, next);
+  close_again(copy);
+  return -1;
+}
+
+HOOK int fexecve(int descriptor, char* const* arguments, char* const* variables) {
+  if (mount_count() == 0) return REAL(fexecve)(descriptor, arguments, variables);
+  OpenFile* file = acquire(descriptor);
+  const int copy = file == NULL ? -1 : dup(descriptor);
+  if (file != NULL) release(file);
+  if (file != NULL && copy < 0) return -1;
+  Inherited inherited;
+  char* next[count_of(variables) + most_added + 1];
+  compose(variables, next, &inherited);
+  REAL(fexecve)(file == NULL ? descriptor : copy, arguments, next);
+  close_again(copy);
+  return -1;
 }
 
 HOOK int execv(const char* path, char* const* arguments) {
@@ -288,10 +325,20 @@ HOOK int execle(const char* path, const char* first, ...) {
     if (mount_count() == 0) {                                                                      \
       return REAL(function)(child, path, actions, attributes, arguments, variables);               \
     }                                                                                              \
+    Place place;                                                                                   \
+    char link[40];                                                                                 \
+    int copy = -1;                                                                                 \
+    if (strchr(path, '/') != NULL && in_mount_here(&path, &place)) {                               \
+      copy = program_copy(&place, link);                                                           \
+      if (copy < 0) return errno;                                                                  \
+      path = link;                                                                                 \
+    }                                                                                              \
     Inherited inherited;                                                                           \
     char* next[count_of(variables) + most_added + 1];                                              \
     compose(variables, next, &inherited);                                                          \
-    return REAL(function)(child, path, actions, attributes, arguments, next);                      \
+    const int problem = REAL(function)(child, path, actions, attributes, arguments, next);         \
+    close_again(copy);                                                                             \
+    return problem;                                                                                \
   }
 SPAWN_HOOK(posix_spawn)
 SPAWN_HOOK(posix_spawnp)
@@ -315,6 +362,34 @@ HOOK int posix_spawn_file_actions_addopen(posix_spawn_file_actions_t* actions, i
   }
   const int number = open_entry(&place, flags | O_CLOEXEC);
   return number < 0 ? errno : posix_spawn_file_actions_adddup2(actions, number, wanted);
+}
+
+/* --- io_uring ---------------------------------------------------------------------------------------- */
+
+/* What a program hands to a ring is done by the kernel, which does not know the mounts. Programs that use
+   liburing can be told; of rings that are made by system calls the shim does not hear. */
+static void name_ring(void) {
+  static atomic_bool is_named;
+  if (mount_count() == 0 || atomic_exchange(&is_named, true)) return;
+  dprintf(STDERR_FILENO,
+          "paceline: %s uses io_uring, which does not see the mount %s. Mount the pack by FUSE for it: "
+          "paceline store mount\n",
+          program_invocation_short_name, mount_of_number(0)->point);
+}
+
+struct io_uring;
+struct io_uring_params;
+int io_uring_queue_init(unsigned entries, struct io_uring* ring, unsigned flags);
+int io_uring_queue_init_params(unsigned entries, struct io_uring* ring, struct io_uring_params* how);
+
+HOOK int io_uring_queue_init(unsigned entries, struct io_uring* ring, unsigned flags) {
+  name_ring();
+  return REAL(io_uring_queue_init)(entries, ring, flags);
+}
+
+HOOK int io_uring_queue_init_params(unsigned entries, struct io_uring* ring, struct io_uring_params* how) {
+  name_ring();
+  return REAL(io_uring_queue_init_params)(entries, ring, how);
 }
 
 /* --- the start of a program -------------------------------------------------------------------------- */

@@ -15,6 +15,7 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -83,8 +84,8 @@ Mount* mount_of_number(unsigned number);
 unsigned mount_count(void);
 /* The path in which programs know an entry, of PATH_MAX bytes; 0 or an errno. */
 int entry_path(Mount* mount, PackEntry entry, char* path);
-/* The working folder if it is in a mount, or NULL. */
-const char* folder_in_mount(void);
+/* Whether the working folder is in a mount; writes its path to `path` of PATH_MAX bytes, unless NULL. */
+bool folder_in_mount(char* path);
 /* Makes a folder in a mount the working one, or forgets it after the kernel's has changed. */
 int enter_folder(const char* path);
 void folder_changed(void);
@@ -102,15 +103,17 @@ typedef struct {
   PackFiles* pack;
   PackEntry entry;
   PackStatus status;
-  int flags;                 /* of open */
+  atomic_int flags;          /* of open, and those that fcntl set */
   atomic_bool closes_on_exec;
-  _Atomic int64_t position;
+  _Atomic int64_t position;  /* position_of_kernel once `kernel` has it */
   atomic_int kernel;         /* a true descriptor of the same file, once it was needed; else -1 */
   const void* _Atomic bytes; /* of the whole sample, once a part of it was read */
   void* own_bytes;           /* the same if they are this file's memory: to be unmapped */
   pthread_mutex_t loading;   /* while `bytes` or `kernel` is made */
-  int next_free;
+  atomic_int next_free;
 } OpenFile;
+
+#define position_of_kernel INT64_MIN
 
 /* Returns a new descriptor, or -1 with errno. */
 int new_descriptor(Mount* mount, PackEntry entry, const PackStatus* status, int flags);
@@ -125,11 +128,30 @@ void release(OpenFile* file);
 int close_descriptor(OpenFile* file); /* and releases it */
 int number_of(const OpenFile* file);
 int used_descriptors(void); /* numbers from first_descriptor on that were ever given out */
+/* Sets a position as lseek does, from an origin of SEEK_SET, SEEK_CUR or SEEK_END. */
+off_t move_position(OpenFile* file, off_t offset, int origin);
 /* Reads up to `count` bytes at `position`, at the file's own if it is below 0. */
 ssize_t read_file(OpenFile* file, void* target, size_t count, int64_t position);
 /* A true descriptor of a sealed copy in memory, which belongs to the file and shares its position from
    now on; -1 with errno. */
 int promote(OpenFile* file);
+int kernel_of(OpenFile* file); /* the descriptor that promote made, or -1 */
+/* Whether a number of the kernel's is one that promote made: the program does not know that it is in use,
+   and must not close it. */
+bool is_hidden(int number);
+/* Moves what a hidden number stands for to another one; 0 or an errno. */
+int vacate(int number);
+/* The first hidden number from `number` on; -1: none. */
+int next_hidden(int number);
+
+/* --- What neither a signal's handler nor the end of the thread may interrupt: it holds a lock, or memory of
+   the core's. Faults still arrive: the core turns them into errors. */
+typedef struct {
+  sigset_t mask;
+  int cancel_state;
+} Protection;
+void protect(Protection* before);
+void unprotect(const Protection* before);
 
 /* --- across files ------------------------------------------------------------------------------------ */
 
@@ -139,5 +161,7 @@ void fill_stat(const Mount* mount, const PackStatus* from, struct stat* to);
 /* Opens what the program before exec left open. */
 void inherit_descriptors(void);
 /* The launcher's variables as this program got them, for a next one with an environment of its own. */
-extern char* mounts_variable;
-extern char* preload_variable;
+enum { most_kept = 4 };
+extern char* kept_variables[most_kept + 1]; /* NULL at the end */
+/* After fork, in the child: locks that threads of the parent held are nobody's. */
+void free_mount_locks(void);

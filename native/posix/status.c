@@ -86,7 +86,7 @@ HOOK int fstatat(int folder, const char* path, struct stat* to, int flags) {
   if (means_descriptor(path, flags)) {
     OpenFile* file = acquire(folder);
     if (file != NULL) return stat_file(file, to);
-    if (folder == AT_FDCWD && folder_in_mount() != NULL) path = ".";
+    if (folder == AT_FDCWD && folder_in_mount(NULL)) path = ".";
   }
   Place place;
   if (in_mount(&folder, &path, &place)) return stat_place(&place, to);
@@ -121,7 +121,7 @@ HOOK int statx(int folder, const char* path, int flags, unsigned mask, struct st
       widen_stat(&found, to);
       return 0;
     }
-    if (folder == AT_FDCWD && folder_in_mount() != NULL) path = ".";
+    if (folder == AT_FDCWD && folder_in_mount(NULL)) path = ".";
   }
   Place place;
   if (!in_mount(&folder, &path, &place)) return REAL(statx)(folder, path, flags, mask, to);
@@ -154,6 +154,7 @@ static int access_place(const Place* place, int mode) {
   PackStatus status;
   const int problem = find_entry(place, &entry, &status);
   if (problem != 0) return fail(problem);
+  if ((mode & ~(R_OK | W_OK | X_OK)) != 0) return fail(EINVAL);
   if ((mode & W_OK) != 0) return fail(EROFS);
   return (mode & X_OK) != 0 && (status.mode & 0111) == 0 ? fail(EACCES) : 0;
 }
@@ -256,6 +257,22 @@ HOOK int fstatvfs(int descriptor, struct statvfs* to) {
   if (fstatfs(descriptor, &found) != 0) return -1;
   widen(&found, to);
   return 0;
+}
+
+/* Limits are those of Linux, as of "/". */
+HOOK long pathconf(const char* path, int name) {
+  Place place;
+  PackEntry entry;
+  if (!in_mount_here(&path, &place)) return REAL(pathconf)(path, name);
+  const int problem = find_entry(&place, &entry, NULL);
+  return problem == 0 ? REAL(pathconf)("/", name) : fail(problem);
+}
+
+HOOK long fpathconf(int descriptor, int name) {
+  OpenFile* file = acquire(descriptor);
+  if (file == NULL) return REAL(fpathconf)(descriptor, name);
+  release(file);
+  return REAL(pathconf)("/", name);
 }
 
 /* There are no extended attributes. */

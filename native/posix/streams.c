@@ -26,8 +26,8 @@ static int flags_of(const char* mode) {
   }
 }
 
-/* Gives up a user-level descriptor for one of the kernel's. */
-static int exchange(int descriptor) {
+/* One of the kernel's, for the same file. */
+static int kernel_copy(int descriptor) {
   OpenFile* file = acquire(descriptor);
   if (file == NULL) return fail(EBADF);
   const bool closes_on_exec = atomic_load(&file->closes_on_exec);
@@ -38,9 +38,7 @@ static int exchange(int descriptor) {
     const int kernel = promote(file);
     own = kernel < 0 ? -1 : REAL(fcntl)(kernel, closes_on_exec ? F_DUPFD_CLOEXEC : F_DUPFD, 0);
   }
-  const int problem = errno;
-  close_descriptor(file);
-  errno = problem;
+  release(file);
   return own;
 }
 
@@ -48,13 +46,19 @@ static int open_kernel(const Place* place, const char* mode) {
   const int flags = flags_of(mode);
   if (flags < 0) return fail(EINVAL);
   const int descriptor = open_entry(place, flags);
-  return descriptor < 0 ? -1 : exchange(descriptor);
+  const int kernel = descriptor < 0 ? -1 : kernel_copy(descriptor);
+  const int problem = errno;
+  if (descriptor >= 0) close(descriptor);
+  errno = problem;
+  return kernel;
 }
 
 static FILE* stream_of(int kernel, const char* mode) {
   if (kernel < 0) return NULL;
   FILE* stream = REAL(fdopen)(kernel, mode);
+  const int problem = errno;
   if (stream == NULL) REAL(close)(kernel);
+  errno = problem;
   return stream;
 }
 
@@ -88,7 +92,9 @@ HOOK FILE* fdopen(int descriptor, const char* mode) {
   OpenFile* file = acquire(descriptor);
   if (file == NULL) return REAL(fdopen)(descriptor, mode);
   release(file);
-  return stream_of(exchange(descriptor), mode);
+  FILE* stream = stream_of(kernel_copy(descriptor), mode);
+  if (stream != NULL) close(descriptor);
+  return stream;
 }
 
 ALIAS(fopen64, fopen)

@@ -254,7 +254,7 @@ void bind_peers(nb::module_& module) {
       .def("ask_card", &ask_card, "wait_s"_a)
       .def("fetch", &fetch, "plan"_a, "items"_a, "out"_a, "wait_s"_a)
       .def("fetch_range", &fetch_range, "shard"_a, "offset"_a, "out"_a, "wait_s"_a)
-      .def("close", &PeerLink::close);
+      .def("close", &PeerLink::close, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace paceline

@@ -212,6 +212,9 @@ PackEntry pack_files_entry(PackFiles* pack, uint64_t inode) {
 int pack_files_name(PackFiles* pack, PackEntry entry, char* name, size_t* length) {
   return translated(pack, [&] {
     const PackIndex& index = pack->reader.index();
+    const bool is_there = entry.kind == PACK_FILE ? entry.number < index.sample_count()
+                                                  : entry.number <= index.folder_count();
+    if (!is_there) return ENOENT;  // of a program that was started with another pack
     volatile int problem = 0;
     index.read([&] {
       const bool is_file = entry.kind == PACK_FILE;
@@ -281,14 +284,21 @@ uint64_t pack_files_inode(PackFiles* pack, PackEntry entry) {
   return inode(pack->reader.index(), entry);
 }
 
+int pack_files_read_stored(PackFiles* pack, uint64_t sample, void* target) {
+  return translated(pack, [&] {
+    auto single = pack->reader.find_single(sample);
+    if (!single) return ENOTSUP;
+    single->target = static_cast<std::byte*>(target);
+    pack->reader.read_single(*single);
+    return 0;
+  });
+}
+
 int pack_files_read(PackFiles* pack, uint64_t sample, void* target) {
+  const int problem = pack_files_read_stored(pack, sample, target);
+  if (problem != ENOTSUP) return problem;
   return translated(pack, [&] {
     auto* const bytes = static_cast<std::byte*>(target);
-    if (auto single = pack->reader.find_single(sample)) {
-      single->target = bytes;
-      pack->reader.read_single(*single);
-      return 0;
-    }
     const std::int64_t ids[] = {static_cast<std::int64_t>(sample)};
     std::int64_t offsets[2] = {};
     const std::size_t size = pack->reader.plan_batch(ids, offsets);

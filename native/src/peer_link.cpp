@@ -3,6 +3,7 @@
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/time.h>
 #include <unistd.h>
@@ -49,15 +50,20 @@ struct PeerLink::Frame {
   std::uint64_t bytes;
 };
 
-PeerLink::~PeerLink() { close(); }
+PeerLink::~PeerLink() { disconnect(); }
 
 void PeerLink::close() {
-  if (fd_ >= 0) ::close(fd_);
-  fd_ = -1;
+  const std::lock_guard lock(mutex_);
+  disconnect();
+}
+
+void PeerLink::disconnect() {
+  const int fd = fd_.exchange(-1);
+  if (fd >= 0) ::close(fd);
 }
 
 PeerError PeerLink::broken(PeerError error) {
-  if (error.kind != Kind::none) close();
+  if (error.kind != Kind::none) disconnect();
   return error;
 }
 
@@ -76,6 +82,27 @@ bool PeerLink::set_timeout(int option) {
   return setsockopt(fd_, SOL_SOCKET, option, &limit, sizeof limit) == 0;
 }
 
+// A connect that a signal interrupted goes on by itself. False with errno.
+bool PeerLink::finish_connecting() {
+  for (;;) {
+    const std::uint64_t now = now_ns();
+    pollfd waited{.fd = fd_, .events = POLLOUT, .revents = 0};
+    const std::uint64_t left_ms = now < deadline_ns_ ? (deadline_ns_ - now) / 1'000'000 + 1 : 0;
+    const int ready = poll(&waited, 1, static_cast<int>(std::min<std::uint64_t>(left_ms, 60'000)));
+    if (ready > 0) break;
+    if (ready < 0 && errno != EINTR) return false;
+    if (now_ns() >= deadline_ns_) {
+      errno = ETIMEDOUT;
+      return false;
+    }
+  }
+  int problem = 0;
+  socklen_t size = sizeof problem;
+  if (getsockopt(fd_, SOL_SOCKET, SO_ERROR, &problem, &size) != 0) return false;
+  errno = problem;
+  return problem == 0;
+}
+
 PeerError PeerLink::send_all(const void* data, std::size_t size) {
   const auto* at = static_cast<const std::byte*>(data);
   while (size > 0) {
@@ -91,6 +118,8 @@ PeerError PeerLink::send_all(const void* data, std::size_t size) {
     if (sent < 0) return failed("sending to it");
     at += sent;
     size -= static_cast<std::size_t>(sent);
+    // Less than all: the time was over, or a signal came.
+    if (size > 0 && !set_timeout(SO_SNDTIMEO)) return {Kind::deadline, "it took no request in time"};
   }
   return {};
 }
@@ -141,7 +170,7 @@ PeerError PeerLink::receive_card(std::uint64_t id, std::string& card) {
 PeerError PeerLink::connect(const std::string& host, std::uint16_t port, const Digest& token,
                             const Digest& pack, std::uint64_t wait_ns, std::string& card) {
   const std::lock_guard lock(mutex_);
-  close();
+  disconnect();
   deadline_ns_ = now_ns() + wait_ns;
   interrupted_ = nullptr;
   addrinfo hints{};
@@ -158,11 +187,13 @@ PeerError PeerLink::connect(const std::string& host, std::uint16_t port, const D
     setsockopt(fd_, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
     // The kernel bounds connect by the time to send.
     if (!set_timeout(SO_SNDTIMEO)) return broken({Kind::deadline, "it did not answer in time"});
-    if (::connect(fd_, place->ai_addr, place->ai_addrlen) != 0) {
+    const bool is_connected = ::connect(fd_, place->ai_addr, place->ai_addrlen) == 0 ||
+                              (errno == EINTR && finish_connecting());
+    if (!is_connected) {
       last = errno == EINPROGRESS || errno == ETIMEDOUT
                  ? PeerError{Kind::deadline, "it did not answer in time"}
                  : failed("connecting to it");
-      close();
+      disconnect();
     }
   }
   if (fd_ < 0) return last;

@@ -98,13 +98,21 @@ bool equal_in_constant_time(std::span<const std::byte> a, std::span<const std::b
 // One thread and its connections; nothing of it is shared.
 class PeerServer::Worker {
  public:
-  explicit Worker(PeerServer& server) : server_(server), epoll_(epoll_create1(EPOLL_CLOEXEC)) {
-    watch(server.listener_, EPOLLIN | EPOLLEXCLUSIVE, EPOLL_CTL_ADD);
-    watch(server.wake_, EPOLLIN, EPOLL_CTL_ADD);
+  explicit Worker(PeerServer& server)
+      : server_(server), epoll_(epoll_create1(EPOLL_CLOEXEC)), spare_(eventfd(0, EFD_CLOEXEC)) {
+    if (epoll_ >= 0 && spare_ >= 0 &&
+        watch(server.listener_, EPOLLIN | EPOLLEXCLUSIVE, EPOLL_CTL_ADD) &&
+        watch(server.wake_, EPOLLIN, EPOLL_CTL_ADD)) {
+      return;
+    }
+    const int error = errno;
+    close_own();
+    errno = error;
+    fail("epoll");
   }
   ~Worker() {
     while (!connections_.empty()) end(connections_.begin()->first);
-    close(epoll_);
+    close_own();
   }
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
@@ -138,16 +146,36 @@ class PeerServer::Worker {
     std::deque<Reply> replies;
   };
 
-  void watch(int fd, std::uint32_t what, int operation) const {
+  bool watch(int fd, std::uint32_t what, int operation) const {
     epoll_event event{};
     event.events = what;
     event.data.fd = fd;
-    epoll_ctl(epoll_, operation, fd, &event);
+    return epoll_ctl(epoll_, operation, fd, &event) == 0;
+  }
+
+  void close_own() const {
+    if (epoll_ >= 0) close(epoll_);
+    if (spare_ >= 0) close(spare_);
+  }
+
+  // The process has no descriptor left. A connection that stayed in the queue would wake the thread again
+  // and again: the spare descriptor takes it, and it is closed.
+  void refuse_one() {
+    if (spare_ >= 0) close(spare_);
+    const int fd = accept4(server_.listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd >= 0) {
+      server_.refused_.fetch_add(1);
+      close(fd);
+    }
+    spare_ = eventfd(0, EFD_CLOEXEC);
   }
 
   void accept_one() {
     const int fd = accept4(server_.listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
-    if (fd < 0) return;
+    if (fd < 0) {
+      if (errno == EMFILE || errno == ENFILE) refuse_one();
+      return;
+    }
     if (server_.open_.fetch_add(1) >= server_.options_.max_connections) {
       server_.open_.fetch_sub(1);
       server_.refused_.fetch_add(1);
@@ -161,7 +189,7 @@ class PeerServer::Worker {
     Connection& made = connections_[fd];
     made.since_ns = now_ns();
     ++silent_;
-    watch(fd, EPOLLIN, EPOLL_CTL_ADD);
+    if (!watch(fd, EPOLLIN, EPOLL_CTL_ADD)) end(fd);
   }
 
   void end(int fd) {
@@ -392,6 +420,7 @@ class PeerServer::Worker {
 
   PeerServer& server_;
   int epoll_;
+  int spare_;
   std::size_t silent_ = 0;  // connections that have not said hello
   std::unordered_map<int, Connection> connections_;
 };
@@ -399,9 +428,15 @@ class PeerServer::Worker {
 PeerServer::PeerServer(const PeerServerOptions& options)
     : options_(options), card_(std::make_shared<const std::string>()) {
   listener_ = listen_on(options_.host, options_.port, &port_);
-  wake_ = eventfd(0, EFD_CLOEXEC);
-  for (unsigned i = 0; i < std::max(1U, options_.threads); ++i) {
-    threads_.emplace_back([this] { Worker(*this).run(); });
+  try {
+    wake_ = eventfd(0, EFD_CLOEXEC);
+    if (wake_ < 0) fail("eventfd");
+    for (unsigned i = 0; i < std::max(1U, options_.threads); ++i) {
+      threads_.emplace_back([worker = std::make_unique<Worker>(*this)] { worker->run(); });
+    }
+  } catch (...) {
+    stop();
+    throw;
   }
 }
 
@@ -412,8 +447,9 @@ void PeerServer::stop() {
   const std::uint64_t one = 1;
   static_cast<void>(!write(wake_, &one, sizeof one));  // stays readable: for all workers
   for (auto& thread : threads_) thread.join();
+  threads_.clear();
   close(listener_);
-  close(wake_);
+  if (wake_ >= 0) close(wake_);
   listener_ = wake_ = -1;
 }
 

@@ -66,6 +66,7 @@ def test_every_page_can_be_found_from_the_readme():
         "guides/pipeline-schedules.md",
         "guides/out-of-core.md",
         "guides/store-nodes.md",
+        "guides/federated-ledger.md",
     ],
 )
 def test_what_a_page_tells_to_run_runs(tmp_path, name):

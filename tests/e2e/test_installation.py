@@ -65,6 +65,13 @@ def test_an_installed_paceline_records_two_ranks(tmp_path, kind):
         *(python, "-m", "paceline", "run", "--json", "-n", 2, TRAIN), cwd=tmp_path, **environ
     )
     assert [rank["steps"] for rank in json.loads(answer)["ranks"]] == [20, 20]
+    # The library for mounts came with it, and is found.
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "x.txt").write_text("meow")
+    paceline = (python, "-m", "paceline")
+    run(*paceline, "pack", "files", "files.pack", cwd=tmp_path, **environ)
+    words = ("--mount", "files.pack:/mounted", "--", "cat", "/mounted/x.txt")
+    assert run(*paceline, "store", "exec", *words, cwd=tmp_path, **environ) == "meow"
     command = (python, "-m", "torch.distributed.run", "--nproc-per-node", 2, TRAIN)
     answer = run(
         *(python, "-m", "paceline", "record", "--json", "--", *command), cwd=tmp_path, **environ

@@ -53,19 +53,18 @@ def test_layers_of_many_channels_share_all_of_them(three):
 
 def test_ranks_that_call_other_layers_are_told(three, four):
     for found in (*three, *four):
-        told = found["parted"]
-        assert (
-            "rank 1 computes second.1 with gradients while rank 0 computes first.1" in told["layer"]
-        )
-        assert "computes first.1 with gradients while rank 0 computes the gradient" in told["back"]
+        errors = found["parted"]
+        other = "rank 1 computes second.1 with gradients while rank 0 computes first.1"
+        assert other in errors["layer"]
+        assert "first.1 with gradients while rank 0 computes the gradient" in errors["back"]
 
 
 def test_options_that_synchronised_layers_do_not_go_with_are_refused(four):
     for found in four:
-        told = found["refused"]
-        assert "may compute a layer again when others do not" in told["budget"]
-        assert "does not go with overlap within a host" in told["overlap"]
-        assert "none on rank 1, 1 on rank 0" in told["other"]
+        errors = found["refused"]
+        assert "may compute a layer again when others do not" in errors["budget"]
+        assert "does not go with overlap within a host" in errors["overlap"]
+        assert "none on rank 1, 1 on rank 0" in errors["other"]
 
 
 def test_one_sample_has_no_variance(three):

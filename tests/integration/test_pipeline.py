@@ -111,6 +111,22 @@ def test_models_and_options_that_differ_or_have_no_effect_are_refused(two):
     )
     assert first["order"].startswith("stages_per_rank has no effect on this schedule")
     assert first["rank"].startswith("rank 1 trains with other options than rank 0")
+    for found in (first, second):
+        assert found["layers"] == (
+            "layers has 2 numbers, whose sum is 6, for 2 stages and 3 layers: "
+            "the layers are 0, 1, 2"
+        )
+        assert found["rate"] == (
+            "the optimizer of rank 1 is another one than that of rank 0: "
+            "lr=0.1 in group 0 on rank 0, lr=0.2 in group 0 on rank 1"
+        )
+
+
+def test_a_divided_model_says_how_it_is_called_and_is_prepared_once(two):
+    for found in (ranks["refused"] for ranks in two):
+        assert found["outputs"].startswith("outputs of a model in stages have no gradients")
+        assert found["given"].startswith("the layers of this model are divided among the ranks")
+        assert "is on the device meta, and has no values to train" in found["again"]
 
 
 def test_after_a_failed_step_no_other_one_begins(tmp_path):

@@ -124,6 +124,19 @@ def test_ranks_that_cannot_be_divided_are_refused_before_the_model_is_captured(
     assert caught.value.fix
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"microbatches": 4}, "microbatches has no effect on a model that is not divided"),
+        ({"schedule": "zero_bubble"}, "schedule has no effect on a model that is not divided"),
+        ({"fit_bytes": 0}, "a memory budget must be at least 1 byte, got 0"),
+    ],
+)
+def test_options_without_effect_are_refused(options, words):
+    with pytest.raises(UsageError, match=words):
+        StrategyOptions(**options)
+
+
 def test_a_dict_will_do(folder):
     workload = capture_file(f"{folder}/model.py:named")
     assert (workload.name, workload.parameter_bytes) == ("named", 4 * 20)

@@ -29,6 +29,8 @@ mmap mmap64 sendfile sendfile64 splice copy_file_range posix_fadvise posix_fadvi
 chdir fchdir getcwd execve execv execvp execvpe execl execlp execle posix_spawn posix_spawnp
 mkdir unlink unlinkat rename renameat renameat2 rmdir symlink link truncate chmod utimensat mkstemp
 statfs statfs64 statvfs statvfs64 fstatfs fstatvfs getxattr lgetxattr listxattr llistxattr
+close_range closefrom poll __poll_chk ppoll __ppoll_chk sendmsg lockf lockf64 vfork fexecve
+pathconf fpathconf mkfifoat futimesat fsetxattr fremovexattr
 """,
     )
 )

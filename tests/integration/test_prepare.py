@@ -154,6 +154,8 @@ def test_ranks_with_other_models_are_refused_with_the_first_difference(found):
         assert rank["differ"]["what"] == "rank 1 trains another model than rank 0"
         assert "1.weight [3, 4] float32 on rank 0, 1.weight [4, 4]" in rank["differ"]["why"]
         assert rank["differ"]["options"] == "rank 1 trains with other options than rank 0"
+        assert rank["differ"]["rate"].startswith("the optimizer of rank 1 is another one")
+        assert "lr=0.1 in group 0 on rank 0, lr=1.1 in group 0" in rank["differ"]["rate"]
 
 
 @pytest.mark.parametrize("found", OURS, indirect=True, ids="-".join)

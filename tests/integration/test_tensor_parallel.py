@@ -84,15 +84,15 @@ def test_a_nan_is_that_of_the_rank_whose_sample_it_is(two, three):
 def test_ranks_that_leave_each_other_are_told(two, three):
     for ranks in (two, three):
         for found in ranks:
-            told = found["gone"]
+            errors = found["gone"]
             first = "classifier.0 without gradients while rank 0 computes classifier.0 with"
-            assert f"rank 1 computes {first}" in told["mode"]
-            assert "rank 1 computes head without gradients while rank 0" in told["layer"]
-            assert "rank 0 computes classifier.0 without gradients" in told["layer"]
-            assert "while rank 0 saves head" in told["state"]
-            assert "computes classifier.0 with gradients while rank 0" in told["backward"]
-            assert "computes the gradient of head" in told["backward"]
-            assert "Have all ranks call the model equally often" in told["state"]
+            assert f"rank 1 computes {first}" in errors["mode"]
+            assert "rank 1 computes head without gradients while rank 0" in errors["layer"]
+            assert "rank 0 computes classifier.0 without gradients" in errors["layer"]
+            assert "while rank 0 saves head" in errors["state"]
+            assert "computes classifier.0 with gradients while rank 0" in errors["backward"]
+            assert "computes the gradient of head" in errors["backward"]
+            assert "Have all ranks call the model equally often" in errors["state"]
 
 
 def test_an_evaluation_takes_any_batches(two):
@@ -126,12 +126,12 @@ def test_what_does_not_work_is_refused(two):
 
 def test_an_error_of_one_rank_is_that_of_all(two):
     for found in two:
-        told = found["differ"]
-        assert "rank 0 failed while the others waited for it" in told["example"]
-        assert "to have 2 channels, but got 3" in told["example"]
-        assert "LBFGS updates whole matrices" in told["optimizer"]
-        assert "the layer head of rank 1 cannot be divided as that of rank 0" in told["frozen"]
-        assert "with nothing to train, and divided by its inputs, with weight" in told["frozen"]
+        errors = found["differ"]
+        assert "rank 0 failed while the others waited for it" in errors["example"]
+        assert "to have 2 channels, but got 3" in errors["example"]
+        assert "the optimizer of rank 1 is another one than that of rank 0" in errors["optimizer"]
+        assert "the layer head of rank 1 cannot be divided as that of rank 0" in errors["frozen"]
+        assert "with nothing to train, and divided by its inputs, with weight" in errors["frozen"]
 
 
 def test_clipping_by_hand_which_sees_parts_only_is_an_error(two):

@@ -185,8 +185,10 @@ def test_no_loss_and_data_dependent_models_are_explained():
         def forward(self, x):
             return x if x.sum().item() > 0 else -x
 
-    with pytest.raises(UsageError, match="cannot be captured"):
+    with pytest.raises(UsageError, match="cannot be captured") as caught:
         capture(TrainingStep(module=Branches(), inputs=torch.zeros(2, 2, requires_grad=True)))
+    assert "test_capture.py:" in caught.value.where
+    assert "`return x if x.sum().item() > 0 else -x`" in caught.value.where
 
 
 class Batch(NamedTuple):

@@ -68,7 +68,9 @@ def test_a_module_is_recomputed_where_the_disk_is_slower(method):
 
 def test_a_budget_that_nothing_fits_says_by_how_much():
     profile = stack(4, floor=1000)
-    with pytest.raises(MemoryExceeded, match=r"take 1,000 bytes, 100 more.* at least 1,000") as got:
+    with pytest.raises(
+        MemoryExceeded, match=r"takes 1,000 bytes, 100 bytes more.* at least 1,000"
+    ) as got:
         plan_memory(profile, FAST, 900)
     assert isinstance(got.value, MemoryError)
     assert plan_memory(profile, FAST, least_budget_bytes(profile)).peak_bytes == 1000

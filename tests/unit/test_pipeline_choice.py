@@ -151,3 +151,23 @@ def test_a_measured_pass_leaves_buffers_and_random_numbers_as_they_were():
     assert torch.equal(torch.get_rng_state(), states)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert forward_seconds(captured, torch.ones(3, 5)) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"partitions": "two"}, "partitions must be a whole number of at least 1, got 'two'"),
+        ({"microbatches": 2.5}, "microbatches must be a whole number of at least 1, got 2.5"),
+        ({"memory_budget": "8GiB"}, "memory_budget must be a whole number of at least 1"),
+        ({"memory_budget": 0}, "memory_budget must be a whole number of at least 1, got 0"),
+        ({"layers": [3, 0]}, "a stage has 1 layer or more, got 0"),
+        ({"clip_norm": -1.0}, r"clip_norm must be a number above 0, got -1\.0"),
+        ({"deadline_s": 0}, "deadline_s must be a number above 0, got 0"),
+        ({"split_points": "stem"}, "split_points is 'stem'"),
+        ({"tensor_parallel": True}, "tensor_parallel is True"),
+        ({"strategy": "auto", "partitions": 2}, "auto chooses partitions and replicas itself"),
+    ],
+)
+def test_options_of_other_types_or_without_effect_are_refused(options, said):
+    with pytest.raises(UsageError, match=said):
+        TrainingOptions(**options)

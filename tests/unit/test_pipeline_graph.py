@@ -57,6 +57,19 @@ class Dropped(nn.Module):
         return functional.dropout(x, 0.5, training=self.training)
 
 
+class Places(nn.Module):
+    """Asks for the size of its input before it calls a submodule."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.output = nn.Linear(4, 2)
+
+    def forward(self, tokens):
+        places = torch.arange(tokens.shape[1])
+        return self.output(self.embedding(tokens + places % 2))
+
+
 def run_stages(staged, **inputs):
     """Return what the stages compute one after another."""
     values = {}
@@ -76,6 +89,18 @@ def test_control_flow_that_depends_on_values_names_its_line_and_offers_split_poi
     assert "`if x.sum() > 0:`" in problem.where
     assert "control flow" in problem.why
     assert "split_points=['low', 'high']" in problem.fix
+
+
+def test_a_model_that_cannot_be_exported_either_has_one_short_error(capsys):
+    with pytest.raises(UsageError, match="cannot be captured as a graph") as caught:
+        capture(Chooses(), torch.ones(3, 4))
+    assert "torch.export: " in caught.value.why
+    assert caught.value.__suppress_context__
+    assert capsys.readouterr().err == ""  # torch prints its graph
+
+
+def test_what_precedes_the_first_submodule_belongs_to_its_layer():
+    assert [layer.name for layer in capture(Places()).layers] == ["embedding", "output"]
 
 
 def test_a_hidden_context_in_the_outermost_forward_pass_is_refused():

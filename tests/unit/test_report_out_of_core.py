@@ -63,6 +63,7 @@ def use(exposed_s, spilled=48 * MIB):
     return MemoryUse(
         budget_bytes=60 * MIB,
         predicted_peak_bytes=60 * MIB,
+        peak_used_bytes=59 * MIB,
         planned_steps=38,
         spilled_bytes=spilled,
         transfer_s=0.005,
@@ -92,6 +93,8 @@ def test_hidden_transfers_are_no_advice(tmp_path):
 def test_the_page_draws_the_step_under_its_plan(tmp_path):
     page = render_html(gather(run_of(tmp_path, [use(0.0), use(0.002)])))
     assert "A step out of core" in page
+    assert "measured peak" in page
+    assert "59.0 MiB" in page
     plan = plan_memory(profile(), SLOW, 60 * MIB)
     spilled = [action.action for action in plan.actions].count("spill")
     assert spilled > 0

@@ -54,6 +54,9 @@ PackEntry pack_files_entry(PackFiles* pack, uint64_t inode);
 int pack_files_status(PackFiles* pack, PackEntry entry, PackStatus* status);
 /* Reads a whole sample, verified, into `target` of the sample's size. */
 int pack_files_read(PackFiles* pack, uint64_t sample, void* target);
+/* The same of a sample that is stored as it is, in one extent; ENOTSUP of others, which are decoded in memory
+   of the core's. */
+int pack_files_read_stored(PackFiles* pack, uint64_t sample, void* target);
 /* Sets `bytes` to where a sample lies in a mapping, verified; to NULL if it is compressed, or in
    several extents. Valid as long as the pack. */
 int pack_files_view(PackFiles* pack, uint64_t sample, const void** bytes);

@@ -4,6 +4,7 @@
 // while it is still in the processor's cache. The thread sleeps in the kernel while it waits.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -54,7 +55,7 @@ class PeerLink {
   PeerError fetch(std::span<const WantedRange> wanted, std::span<RangeOutcome> outcomes,
                   std::uint64_t wait_ns, const Interrupted& interrupted);
   bool is_open() const noexcept { return fd_ >= 0; }
-  void close();
+  void close();  // waits for a fetch that is under way
 
  private:
   struct Frame;  // ranges [first, end) of one request
@@ -66,12 +67,14 @@ class PeerLink {
   PeerError receive_frame(std::span<const WantedRange> wanted, std::span<RangeOutcome> outcomes,
                           const Frame& frame);
   PeerError send_frame(std::span<const WantedRange> wanted, const Frame& frame);
+  void disconnect();
   bool set_timeout(int option);
+  bool finish_connecting();
   PeerError failed(const char* doing);
   PeerError broken(PeerError error);
 
   std::mutex mutex_;
-  int fd_ = -1;
+  std::atomic<int> fd_{-1};  // changed by who has the mutex
   std::uint64_t next_id_ = 1;
   std::uint64_t deadline_ns_ = 0;  // of what is under way, as is the next
   const Interrupted* interrupted_ = nullptr;

@@ -31,8 +31,9 @@ VERBS = {
     "why": "Say which rank was late in a run, and why.",
     "report": "Report a run: verdict, time by phase, skew, prediction against measurement.",
     "queue": "Share devices between jobs: run a queue (serve), or play one (simulate).",
+    "fed": "Train on data that stays with its owners (run, simulate, ledger).",
     "trace": "Summarise and export a run's traces (stats, export).",
-    "torture": "Inject faults into packs on your file system; check that all are detected.",
+    "torture": "Inject faults into packs and ledgers on your disk; check that all are detected.",
 }
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @click.group(epilog="Example: paceline torture store --dir /scratch")
 def torture() -> None:
-    """Inject faults into packs and into packing, and count the faults that go undetected."""
+    """Inject faults into packs, packing and ledgers, and count the faults that go undetected."""
 
 
 def _limit(_context: click.Context, _option: click.Parameter, text: str) -> int | None:
@@ -81,6 +81,62 @@ def store(
         click.echo(json.dumps({**report.to_json(), "ok": report.ok}))
     else:
         _print_report(report)
+    if not report.ok:
+        sys.exit(1)
+
+
+@torture.command(epilog="Example: paceline torture ledger --dir /scratch --operations 100000")
+@click.option(
+    "--dir",
+    "folder",
+    type=click.Path(path_type=Path),
+    default=Path(),
+    help="Folder on the file system to test [default: current directory].",
+)
+@click.option(
+    "--operations",
+    type=click.IntRange(1),
+    default=10_000_000,
+    show_default=True,
+    help="How many random operations to write.",
+)
+@click.option(
+    "--kills",
+    type=click.IntRange(0),
+    default=10_000,
+    show_default=True,
+    help="How often to kill the writer meanwhile.",
+)
+@click.option("--seed", type=int, default=1, show_default=True, help="Seed of the operations.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def ledger(folder: Path, operations: int, kills: int, seed: int, as_json: bool) -> None:
+    """Kill the writer of a federation's ledger; compare what is left with a model.
+
+    Tokens must be conserved, no balance negative, every operation done exactly once. All files are
+    in a new folder, which is removed. Exits with status 1 after a failure.
+    """
+    from paceline.federated.ledger.torture.campaign import torture_ledger
+
+    on_progress = _show if sys.stderr.isatty() else None
+    report = torture_ledger(
+        folder, operations=operations, kills=kills, seed=seed, on_progress=on_progress
+    )
+    if on_progress:
+        on_progress("")
+    if as_json:
+        click.echo(json.dumps({**report.to_json(), "ok": report.ok}))
+    else:
+        verdict = "all as expected" if report.ok else f"{report.failure_count:,} FAILED"
+        click.echo(
+            f"{report.operations:,} operations, {report.kills:,} kills, {report.repeated:,} "
+            f"repeated, {report.refused:,} refused in {report.elapsed_s:.1f} s: {verdict}"
+        )
+        click.echo(
+            f"{report.blocks:,} blocks, {report.transactions:,} transactions, {report.postings:,} "
+            f"postings, verified in {report.verify_s:.1f} s"
+        )
+        for failure in report.failures:
+            click.echo(f"{'FAILED':>9}  {failure}")
     if not report.ok:
         sys.exit(1)
 

@@ -12,6 +12,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.clock import SystemClock
+from paceline.core.errors import PacelineError
 
 if TYPE_CHECKING:
     import types
@@ -75,7 +76,9 @@ def read_reports(run: Path) -> list[dict[str, Any]]:
 
 def _named(error: BaseException) -> str:
     """Return the exception in one line."""
-    if isinstance(error, SyntaxError):  # its repr holds the source line and numbers without names
+    # The repr of the first holds the source line and numbers without names, that of the second
+    # neither the reason nor what to do.
+    if isinstance(error, SyntaxError | PacelineError):
         return f"{type(error).__name__}: {error}"
     return repr(error)
 

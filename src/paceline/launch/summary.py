@@ -157,6 +157,7 @@ def _memory_use(run: Path, rank: int) -> MemoryUse | None:
     return MemoryUse(
         budget_bytes=data["budget_bytes"],
         predicted_peak_bytes=data["predicted_peak_bytes"],
+        peak_used_bytes=data["peak_used_bytes"],
         planned_steps=data["planned_steps"],
         spilled_bytes=plan["spilled_bytes"] if plan else 0,
         transfer_s=data["transfer_s"],

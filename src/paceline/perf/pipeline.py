@@ -18,6 +18,7 @@ parameter is counted in the first of its stages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
@@ -46,7 +47,11 @@ from paceline.perf.compute import (
 from paceline.schedules.pipeline import (
     ORDERS,
     LayerCosts,
+    PipelineEnds,
+    PipelineReplay,
+    PipelineSchedule,
     StageCosts,
+    StageEdge,
     fastest_partition,
     live_microbatches,
     pipeline_ends,
@@ -56,17 +61,9 @@ from paceline.schedules.pipeline import (
 from paceline.schedules.topology import Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from paceline.core.machine import CollectiveCost, Link, Machine
     from paceline.core.plan import Plan
-    from paceline.schedules.pipeline import (
-        PipelineEnds,
-        PipelineReplay,
-        PipelineSchedule,
-        StageEdge,
-        StagePartition,
-    )
+    from paceline.schedules.pipeline import StagePartition
 
 # The runtime reduces gradients in buckets of these sizes, whatever the plan's are.
 _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
@@ -92,6 +89,35 @@ class _Stage:
     def seconds(self, phase: str) -> float:
         return self.compute.phases[phase].total_s
 
+    def slowed(self, factor: float) -> _Stage:
+        """Return the stage with passes and an update that take `factor` times as long."""
+        phases = {phase: cost.times(factor) for phase, cost in self.compute.phases.items()}
+        return replace(self, compute=replace(self.compute, phases=phases))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """A step of the pipeline, replayed.
+
+    Attributes:
+        schedule: that the ranks follow.
+        edges: what the stages exchange.
+        stages: on their ranks.
+        replayed: the passes and messages of a step.
+        ends: when the ranks end, with their gradients reduced and their parameters updated.
+    """
+
+    schedule: PipelineSchedule
+    edges: Sequence[StageEdge]
+    stages: Sequence[_Stage]
+    replayed: PipelineReplay
+    ends: PipelineEnds
+
+    @property
+    def slowest(self) -> _Stage:
+        """Of the stages, that of the rank which ends last."""
+        return self.stages[self.ends.slowest]
+
 
 def slowed_step_s(
     machine: Machine, workload: Workload, plan: Plan, slowdowns: Sequence[float]
@@ -104,23 +130,7 @@ def slowed_step_s(
         plan: with the number of layers of each stage.
         slowdowns: the time of each stage's passes and update, over the predicted one.
     """
-    schedule = ORDERS[plan.schedule](plan.mesh.pipeline, plan.microbatch_count)
-    edges = stage_edges(workload.edges, _cuts(plan))
-    stages = [
-        replace(stage, compute=_slowed(stage.compute, factor))
-        for stage, factor in zip(
-            _stages(machine, workload, plan, schedule, edges), slowdowns, strict=True
-        )
-    ]
-    replayed = _replay(machine, plan, schedule, edges, stages)
-    times = _times(replayed, stages)
-    slowest = stages[times.slowest]
-    return _breakdown(machine, workload, plan, slowest, replayed, times).total_s
-
-
-def _slowed(compute: StepCompute, factor: float) -> StepCompute:
-    phases = {phase: cost.times(factor) for phase, cost in compute.phases.items()}
-    return replace(compute, phases=phases)
+    return _breakdown(machine, workload, plan, _step(machine, workload, plan, slowdowns)).total_s
 
 
 def predict_pipeline(machine: Machine, workload: Workload, plan: Plan) -> StepPrediction:
@@ -136,35 +146,30 @@ def predict_pipeline(machine: Machine, workload: Workload, plan: Plan) -> StepPr
             rates, no link between stages, or no cost of reducing gradients.
     """
     plan = divide(machine, workload, plan)
-    schedule = ORDERS[plan.schedule](plan.mesh.pipeline, plan.microbatch_count)
-    edges = stage_edges(workload.edges, _cuts(plan))
-    stages = _stages(machine, workload, plan, schedule, edges)
-    replayed = _replay(machine, plan, schedule, edges, stages)
-    times = _times(replayed, stages)
-    slowest = times.slowest
-    breakdown = _breakdown(machine, workload, plan, stages[slowest], replayed, times)
+    step = _step(machine, workload, plan)
+    stages, slowest = step.stages, step.slowest
+    breakdown = _breakdown(machine, workload, plan, step)
     count = plan.microbatch_count
-    phases = stages[slowest].compute.phases
+    phases = slowest.compute.phases
     costs = [phases[phase].times(count) for phase in ("forward", "backward")]
     shares = shares_of([*costs, phases["optimizer"]], breakdown)
     shares["pipeline bubble"] = breakdown.waiting / max(breakdown.total_s, 1e-12)
-    stage = stages[slowest].workload
-    model = cost_model(machine, stage, plan)
+    model = cost_model(machine, slowest.workload, plan)
     return StepPrediction(
         breakdown=breakdown,
         shares=shares,
         sources=_sources(machine, workload, plan, stages),
         memory_bytes=max((s.memory_bytes for s in stages), key=lambda kinds: sum(kinds.values())),
         needed_bytes=_needed_bytes(machine, plan, stages),
-        link_bytes=_link_bytes(plan, stages, edges, slowest),
-        unpriced=unpriced_operators(model, stage, breakdown.total_s / count),
+        link_bytes=_link_bytes(plan, step),
+        unpriced=unpriced_operators(model, slowest.workload, breakdown.total_s / count),
         stages=tuple(
             _described(stage, live, count)
             for stage, live, count in zip(
-                stages, live_microbatches(schedule), plan.layers, strict=True
+                stages, live_microbatches(step.schedule), plan.layers, strict=True
             )
         ),
-        bubble_share=replayed.bubble_share,
+        bubble_share=step.replayed.bubble_share,
     )
 
 
@@ -200,17 +205,10 @@ def divide(machine: Machine, workload: Workload, plan: Plan) -> Plan:
         [bound] * stages,
         live,
         link,
-        step_s=lambda found: _step_s(machine, workload, divided(found)),
+        step_s=lambda found: _step(machine, workload, divided(found)).ends.step_s,
         is_bound=False,
     )
     return divided(found)
-
-
-def _step_s(machine: Machine, workload: Workload, plan: Plan) -> float:
-    schedule = ORDERS[plan.schedule](plan.mesh.pipeline, plan.microbatch_count)
-    edges = stage_edges(workload.edges, _cuts(plan))
-    stages = _stages(machine, workload, plan, schedule, edges)
-    return _times(_replay(machine, plan, schedule, edges, stages), stages).step_s
 
 
 def _check(workload: Workload, plan: Plan) -> None:
@@ -308,7 +306,7 @@ def _stages(
         compute = step_compute(model, machine.devices[0], stage, unwrapped)
         if _is_sharded(plan):
             update = compute.phases["optimizer"]
-            parts = plan.mesh.data
+            parts = plan.mesh.data  # the framework's overhead is not divided
             update = replace(
                 update, compute_s=update.compute_s / parts, memory_s=update.memory_s / parts
             )
@@ -474,32 +472,39 @@ def _reduce_s(machine: Machine, plan: Plan, compute: StepCompute) -> float:
 # --- the step ------------------------------------------------------------------------------------
 
 
-def _times(replayed: PipelineReplay, stages: Sequence[_Stage]) -> PipelineEnds:
-    return pipeline_ends(
+def _step(
+    machine: Machine, workload: Workload, plan: Plan, slowdowns: Sequence[float] = ()
+) -> _Step:
+    """Return the replayed step of a plan with the number of layers of each stage.
+
+    `slowdowns`: the time of each stage's passes and update, over the predicted one; empty: 1.
+    """
+    schedule = ORDERS[plan.schedule](plan.mesh.pipeline, plan.microbatch_count)
+    edges = stage_edges(workload.edges, _cuts(plan))
+    stages = _stages(machine, workload, plan, schedule, edges)
+    if slowdowns:
+        stages = [stage.slowed(x) for stage, x in zip(stages, slowdowns, strict=True)]
+    replayed = _replay(machine, plan, schedule, edges, stages)
+    ends = pipeline_ends(
         replayed,
         [stage.reduce_s for stage in stages],
         [stage.seconds("optimizer") for stage in stages],
     )
+    return _Step(schedule=schedule, edges=edges, stages=stages, replayed=replayed, ends=ends)
 
 
-def _breakdown(
-    machine: Machine,
-    workload: Workload,
-    plan: Plan,
-    stage: _Stage,
-    replayed: PipelineReplay,
-    times: PipelineEnds,
-) -> Breakdown:
+def _breakdown(machine: Machine, workload: Workload, plan: Plan, step: _Step) -> Breakdown:
     """Return the seconds of the slowest rank by phase."""
-    rank, count = times.slowest, plan.microbatch_count
+    rank, count = step.ends.slowest, plan.microbatch_count
+    stage, replayed, ends = step.slowest, step.replayed, step.ends
     model = cost_model(machine, stage.workload, plan)
     phases_s = {phase: stage.seconds(phase) for phase in COMPUTE_PHASES}
     phases_s["forward"] *= count
     phases_s["backward"] *= count
-    exposed_s = max(0.0, times.reduced_s[rank] - times.makespan_s)
+    exposed_s = max(0.0, ends.reduced_s[rank] - ends.makespan_s)
     transfer_s = replayed.exposed_transfer_s[rank] + exposed_s
     busy_s = sum(phases_s.values()) + transfer_s
-    waiting_s = max(0.0, times.end_s[rank] - busy_s)
+    waiting_s = max(0.0, ends.end_s[rank] - busy_s)
     residual_s = {
         phase: model.framework_overhead_s("loop", "residual", phase) for phase in RESIDUALS
     }
@@ -523,13 +528,11 @@ def _needed_bytes(machine: Machine, plan: Plan, stages: Sequence[_Stage]) -> int
     )
 
 
-def _link_bytes(
-    plan: Plan, stages: Sequence[_Stage], edges: Sequence[StageEdge], rank: int
-) -> dict[str, int]:
-    """Return what a rank sends per step: activations, their gradients, and its own gradients."""
-    replicas = plan.mesh.data
-    crossing = sum(edge.bytes for edge in edges if rank in (edge.source, edge.destination))
-    reduced = stages[rank].workload.trained_bytes * 2 * (replicas - 1) // replicas
+def _link_bytes(plan: Plan, step: _Step) -> dict[str, int]:
+    """Return what the slowest rank sends: activations, their gradients, and its own gradients."""
+    replicas, rank = plan.mesh.data, step.ends.slowest
+    crossing = sum(edge.bytes for edge in step.edges if rank in (edge.source, edge.destination))
+    reduced = step.slowest.workload.trained_bytes * 2 * (replicas - 1) // replicas
     level = "node" if plan.nodes == 1 else "network"
     return {level: crossing * plan.microbatch_count + reduced}
 

@@ -27,6 +27,7 @@ class MemoryUse(Record):
     Attributes:
         budget_bytes: that the process was to stay under; freed memory that is kept may fill it.
         predicted_peak_bytes: of the memory in use, as planned; None without a plan.
+        peak_used_bytes: the most that was in use in a step under the plan; None without one.
         planned_steps: number of steps under a plan.
         spilled_bytes: written; as many are read.
         transfer_s: seconds that the disk was busy with them.
@@ -37,6 +38,7 @@ class MemoryUse(Record):
 
     budget_bytes: int
     predicted_peak_bytes: int | None = None
+    peak_used_bytes: int | None = None
     planned_steps: int = 0
     spilled_bytes: int = 0
     transfer_s: float = 0.0

@@ -50,6 +50,24 @@ class StrategyOptions:
     batch: int | None = None
     fit_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.fit_bytes is not None and self.fit_bytes < 1:
+            raise UsageError(
+                f"a memory budget must be at least 1 byte, got {self.fit_bytes}",
+                where="paceline plan --fit",
+                fix="Give the bytes of each rank's process, as 8GiB",
+            )
+        if self.resolved != "data" or self.partitions not in (None, 1):
+            return
+        schedule = None if self.schedule == "1f1b" else self.schedule
+        for name, value in (("microbatches", self.microbatches), ("schedule", schedule)):
+            if value is not None:
+                raise UsageError(
+                    f"{name} has no effect on a model that is not divided",
+                    where=f"paceline plan --{name} {value}",
+                    fix="Give --partitions or a --strategy that divides layers, or leave it out",
+                )
+
     @property
     def resolved(self) -> StrategyChoice:
         """The strategy, where none is given."""

@@ -34,6 +34,7 @@ from paceline.core.workload import (
     Workload,
 )
 from paceline.training.operators import bytes_of, tensors_in, works_of
+from paceline.training.source_line import source_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -93,7 +94,7 @@ def capture(
     except Exception as problem:
         raise UsageError(
             "the model cannot be captured",
-            where=type(step.module).__name__,
+            where=f"{type(step.module).__name__}; {source_line(problem)}",
             why=f"{type(problem).__name__}: {problem}",
             fix="Check that a training step runs, and that no layer branches on tensor values",
         ) from problem

@@ -146,22 +146,9 @@ class TrainingOptions:
             )
         if self.compression_warmup is not None:
             self._check_warmup(self.compression_warmup)
-        if self.recompute and self.schedule == "zero_bubble":
-            raise UsageError(
-                "a stage that recomputes cannot split its backward pass",
-                where="TrainingOptions(recompute=True, schedule='zero_bubble')",
-                fix="Use the schedule 1f1b, or do not recompute",
-            )
+        self._check_stages()
         self._check_shared_layers()
-        counts = ("partitions", "replicas", "microbatches", "stages_per_rank")
-        for name in (*counts, "tensor_parallel_ranks"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(
-                    f"{name} must be at least 1, got {value}",
-                    where="TrainingOptions",
-                    fix="Leave it out, or give 1 or more",
-                )
+        self._check_numbers()
 
     def dgc(self) -> DGCOptions | None:
         """Return the options of Deep Gradient Compression, if it is or may be chosen."""
@@ -175,8 +162,35 @@ class TrainingOptions:
             schedule = replace(schedule, steps_per_stage=stage)
         return DGCOptions(density=schedule)
 
+    def _check_stages(self) -> None:
+        if self.recompute and self.schedule == "zero_bubble":
+            raise UsageError(
+                "a stage that recomputes cannot split its backward pass",
+                where="TrainingOptions(recompute=True, schedule='zero_bubble')",
+                fix="Use the schedule 1f1b, or do not recompute",
+            )
+        if self.strategy == "auto" and (self.partitions or self.replicas):
+            name = "partitions" if self.partitions else "replicas"
+            raise UsageError(
+                "the strategy auto chooses partitions and replicas itself",
+                where=f"TrainingOptions(strategy='auto', {name}={getattr(self, name)!r})",
+                fix=f"Leave out {name}, or give the strategy hybrid",
+            )
+        if isinstance(self.split_points, str):
+            raise UsageError(
+                f"split_points is {self.split_points!r}",
+                where="TrainingOptions",
+                fix="Give the names of the submodules that make up the model in a list",
+            )
+
     def _check_shared_layers(self) -> None:
         chosen = self.tensor_parallel
+        if not (chosen is None or isinstance(chosen, str | tuple | list)):
+            raise UsageError(
+                f"tensor_parallel is {chosen!r}",
+                where="TrainingOptions",
+                fix="Give 'auto', or the names of linear layers in a list",
+            )
         if isinstance(chosen, str) and chosen != "auto":
             raise UsageError(
                 f"tensor_parallel is {chosen!r}",
@@ -203,6 +217,34 @@ class TrainingOptions:
                 where="TrainingOptions",
                 fix="Give tensor_parallel too: 'auto', or the names of linear layers",
             )
+
+    def _check_numbers(self) -> None:
+        counts = ("partitions", "replicas", "microbatches", "stages_per_rank")
+        for name in (*counts, "tensor_parallel_ranks", "memory_budget"):
+            value = getattr(self, name)
+            if value is not None and (not _is_count(value) or value < 1):
+                raise UsageError(
+                    f"{name} must be a whole number of at least 1, got {value!r}",
+                    where="TrainingOptions",
+                    fix="Leave it out, or give "
+                    + ("bytes, as 8 << 30" if name == "memory_budget" else "1 or more"),
+                )
+        for layers in self.layers or ():
+            if not _is_count(layers) or layers < 1:
+                raise UsageError(
+                    f"a stage has 1 layer or more, got {layers!r}",
+                    where=f"TrainingOptions(layers={self.layers!r})",
+                    fix="Give the number of layers of each stage, as (6, 4)",
+                )
+        for name in ("clip_norm", "deadline_s"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (is_number and value > 0):
+                raise UsageError(
+                    f"{name} must be a number above 0, got {value!r}",
+                    where="TrainingOptions",
+                    fix="Leave it out, or give a number above 0",
+                )
 
     def _check_warmup(self, steps: int) -> None:
         if steps < 0:
@@ -236,15 +278,17 @@ def options_of(given: dict[str, Any], plan: Plan | None) -> TrainingOptions:
     if isinstance(given.get("tensor_parallel"), list):
         given = {**given, "tensor_parallel": tuple(given["tensor_parallel"])}
     options = TrainingOptions(**given)
+    config = resolve(TrainingConfig).config
     if options.strategy is None and options.partitions is None and options.replicas is None:
-        config = resolve(TrainingConfig).config
         options = replace(
             options,
             strategy=config.strategy,
             partitions=config.partitions,
             replicas=config.replicas,
-            microbatches=options.microbatches or config.microbatches,
         )
+    elif options.strategy == "data":
+        config = TrainingConfig()
+    options = replace(options, microbatches=options.microbatches or config.microbatches)
     engine: Engine = options.engine or (plan.engine if plan else "allreduce")
     precision: Precision = options.precision or (plan.precision if plan else "float32")
     options = replace(options, engine=engine, precision=precision)
@@ -270,3 +314,7 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
             where="TrainingOptions",
             fix=f"Choose one of {', '.join(choices)}",
         )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

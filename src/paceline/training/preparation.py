@@ -13,6 +13,7 @@ pass, in hooks on its gradients, and in a hook before the optimizer's step.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -74,7 +75,7 @@ from paceline.training.tensor_parallel import (
 from paceline.training.uneven import Weight
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from paceline.training.compression import DGCOptions
     from paceline.training.compression.cost import CompressionEstimate
@@ -126,6 +127,7 @@ def prepare(
     check_undivided(chosen)
     ranks = find_ranks(model if chosen.engine in MODES else None, group)
     _check_options(chosen, plan, ranks)
+    _check_optimizers(optimizer, ranks)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     dgc = chosen.dgc()
     if dgc is not None and ranks.size > 1:
@@ -199,6 +201,7 @@ def _divided(
     check_options(options)
     ranks = find_ranks(None, group)
     _check_options(options, plan, ranks)
+    _check_optimizers(optimizer, ranks)
     parts = _Parts(
         scaler=LossScaler(enabled=options.precision == "float16"),
         check=GradientCheck([name for name, p in model.named_parameters() if p.requires_grad]),
@@ -386,6 +389,38 @@ def _check_options(options: TrainingOptions, plan: Plan | None, ranks: Ranks) ->
         check_tensor_parallel(options, ranks)
 
 
+def _check_optimizers(optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+    """Raise the same error on all ranks unless their optimizers make the same updates.
+
+    Raises:
+        UsageError: another kind of optimizer or another hyper-parameter; the error names both.
+    """
+    difference = first_difference(list(_hyperparameters(optimizer)), ranks)
+    if difference is None:
+        return
+    rank, expected, other = difference
+    pairs = itertools.zip_longest(expected, other, fillvalue="nothing more")
+    first, second = next(pair for pair in pairs if pair[0] != pair[1])
+    raise UsageError(
+        f"the optimizer of rank {rank} is another one than that of rank 0",
+        where="prepare",
+        why=f"{first} on rank 0, {second} on rank {rank}",
+        fix="Build the same optimizer with the same hyper-parameters on all ranks",
+    )
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    """Yield what decides the updates of an optimizer, as far as plain values do."""
+    yield type(optimizer).__name__
+    for number, group in enumerate(optimizer.param_groups):
+        yield f"{len(group['params'])} parameters in group {number}"
+        for name, value in sorted(group.items()):
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value = value.item()  # a rate may be a tensor
+            if value is None or isinstance(value, bool | int | float | str | tuple):
+                yield f"{name}={value!r} in group {number}"
+
+
 def _measured(
     trained: list[tuple[str, nn.Parameter]], ranks: Ranks, options: DGCOptions
 ) -> CompressionEstimate:
@@ -531,6 +566,20 @@ def _described(options: TrainingOptions, ranks: Ranks) -> str:
 
 
 def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise an error unless the model has values, and the optimizer updates nothing else.
+
+    Raises:
+        UsageError: a parameter or buffer is without values, or the optimizer has another tensor.
+    """
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta:
+            raise UsageError(
+                f"{name} is on the device meta, and has no values to train",
+                where="prepare",
+                why="the model was built under torch.device('meta'), or was divided by an earlier "
+                "prepare, which keeps this rank's layers only",
+                fix="Build the model on the device where it trains, and prepare it once",
+            )
     known = {id(parameter) for parameter in model.parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -89,9 +89,8 @@ class Prepared:
                 where="Prepared.forward_backward",
                 fix="Give loss_fn to prepare, or write the forward and backward pass yourself",
             )
-        arguments = bind_inputs(self._given(), inputs)
         with self._weighted(samples_of(inputs)) as samples:
-            loss = self._loss_fn(self.model(*arguments.args, **arguments.kwargs), target)
+            loss = self._loss_fn(self.outputs(inputs), target)
             loss.backward()
         if self.ranks.size == 1:
             return loss.detach()
@@ -100,6 +99,15 @@ class Prepared:
         totals = torch.stack([value, loss.new_tensor(samples).double()])
         dist.all_reduce(totals, group=self.ranks.group)
         return (totals[0] / totals[1]).to(loss.dtype)
+
+    def outputs(self, inputs: Any) -> Any:
+        """Return what the model returns for inputs as `forward_backward` takes them.
+
+        Raises:
+            UsageError: the model does not take them.
+        """
+        arguments = bind_inputs(self._given(), inputs)
+        return self.model(*arguments.args, **arguments.kwargs)
 
     @contextlib.contextmanager
     def _weighted(self, samples: int) -> Iterator[int]:

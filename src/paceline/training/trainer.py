@@ -65,10 +65,11 @@ class Trainer:
         optimizer: of the model's parameters.
         loss: takes the model's output and the targets; returns the mean over the samples. Where
             layers are divided among ranks, all ranks of a replica have the same batches.
-        schedule: a scheduler of learning rates, stepped after each step that was not skipped.
+        lr_scheduler: sets learning rates; stepped after each step that was not skipped.
         plan: of `paceline plan`.
         clock: for the seconds of an epoch.
-        options: those of `TrainingOptions`.
+        options: all others of `prepare`: `example_inputs`, `group`, and those of
+            `TrainingOptions`, of which `schedule` is the order of a pipeline.
 
     Attributes:
         epoch: epochs that are over.
@@ -80,22 +81,30 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         loss: Callable[[Any, Any], torch.Tensor],
         *,
-        schedule: Any = None,
+        lr_scheduler: Any = None,
         plan: Plan | None = None,
         clock: Clock | None = None,
         **options: Any,
     ) -> None:
+        if hasattr(options.get("schedule"), "step"):
+            raise UsageError(
+                "schedule is the order of a pipeline",
+                where="Trainer(schedule=...)",
+                why=f"a {type(options['schedule']).__name__} sets learning rates",
+                fix="Give it as lr_scheduler",
+            )
         self.prepared = prepare(model, optimizer, plan, loss_fn=loss, **options)
         self.epoch = 0
-        self._loss, self._schedule = loss, schedule
+        self._loss, self._lr_scheduler = loss, lr_scheduler
         self._clock = clock or SystemClock()
 
     def fit(self, loader: Iterable[Any], *, epochs: int) -> Iterator[Epoch]:
         """Train until `epochs` epochs are over, and yield each; rank 0 says how far it is.
 
         Args:
-            loader: yields pairs of inputs and targets; ranks may have other numbers of them. Its
-                sampler's `set_epoch` is called, where it has one.
+            loader: yields pairs of inputs (a tensor, a tuple of positional arguments, or a dict of
+                arguments by name) and targets; ranks may have other numbers of them. Its sampler's
+                `set_epoch` is called, where it has one.
             epochs: in all, with those of a state that was loaded.
 
         Raises:
@@ -124,12 +133,12 @@ class Trainer:
             if self.prepared.is_divided:
                 loss = self.prepared.forward_backward(given, wanted)
             else:
-                loss = self._loss(model(given), wanted)
+                loss = self._loss(self.prepared.outputs(given), wanted)
                 loss.backward()
                 steps.show_loss(loss)
             optimizer.step()
-            if self._schedule is not None and not steps.is_skipped:
-                self._schedule.step()
+            if self._lr_scheduler is not None and not steps.is_skipped:
+                self._lr_scheduler.step()
             samples = self.prepared.own_samples(samples_of(given))
             own = torch.stack([loss.detach().double() * samples, loss.new_tensor(samples).double()])
             total = own if total is None else total + own
@@ -157,29 +166,29 @@ class Trainer:
             "epoch": self.epoch,
             "training": self.prepared.state_dict(),
         }
-        if self._schedule is not None:
-            state["schedule"] = self._schedule.state_dict()
+        if self._lr_scheduler is not None:
+            state["schedule"] = self._lr_scheduler.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken.
 
         Raises:
-            UsageError: the state is of another version, or has no schedule where one is used.
+            UsageError: the state is of another version, or has no scheduler where one is used.
         """
         if state.get("version") != _STATE_VERSION or (
-            self._schedule is not None and "schedule" not in state
+            self._lr_scheduler is not None and "schedule" not in state
         ):
             raise UsageError(
                 f"the state has {sorted(state)}",
                 where="Trainer.load_state_dict",
-                why="it is of another version, or was saved without a schedule",
+                why="it is of another version, or was saved without an lr_scheduler",
                 fix="Make the trainer as when the state was saved",
             )
         self.epoch = int(state["epoch"])
         self.prepared.load_state_dict(state["training"])
-        if self._schedule is not None:
-            self._schedule.load_state_dict(state["schedule"])
+        if self._lr_scheduler is not None:
+            self._lr_scheduler.load_state_dict(state["schedule"])
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:

@@ -194,7 +194,8 @@ def accumulated():
     prepared = prepare(model, optimizer, partitions=2, engine="fsdp2", **given)
     own = own_rows(prepared, 2, 11, inputs, target)
     losses = [prepared.forward_backward(*own)]
-    outputs = prepared.model(own[0])
+    with torch.no_grad():
+        outputs = prepared.model(own[0])
     losses.append(prepared.forward_backward(*own))
     errors = [float((a - b).abs()) for a, b in zip(losses, expected, strict=True)]
     with torch.no_grad():
@@ -405,7 +406,9 @@ def outputs():
         )
         prepared.forward_backward(inputs, target)
         given = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-        returned = prepared.model(**given) if isinstance(given, dict) else prepared.model(*given)
+        with torch.no_grad():
+            called = prepared.model
+            returned = called(**given) if isinstance(given, dict) else called(*given)
         prepared.forward_backward(inputs, target)
         expected = alone(**given) if isinstance(given, dict) else alone(*given)
         pairs = zip(tree_leaves(returned), tree_leaves(expected), strict=True)
@@ -430,8 +433,10 @@ def trainer():
         loss_fn,
         partitions=2,
         microbatches=2,
+        schedule="fill_drain",
         example_inputs=inputs[:2],
     )
+    assert trained.prepared.model.schedule_of(1).name == "fill_drain"
     return [[epoch.loss, epoch.samples] for epoch in trained.fit(batches, epochs=3)]
 
 
@@ -481,7 +486,12 @@ def refused():
         "samples": said(lambda: prepared.forward_backward(inputs[fewer], target[fewer])),
         "arguments": said(lambda: prepared.forward_backward(given, target)),
         "empty": said(lambda: prepared.forward_backward(inputs[:0], target[:0])),
-        "evaluation": said(lambda: prepared.model(other)),
+        "evaluation": said(torch.no_grad()(lambda: prepared.model(other))),
+        "outputs": said(lambda: prepared.model(inputs)),
+        "given": said(lambda: model(inputs)),
+        "again": said(
+            lambda: prepare(model, torch.optim.SGD(model.parameters(), 0.1), partitions=RANKS)
+        ),
     }
     prepared.forward_backward(inputs, target)  # nothing was computed, and so nothing is mixed up
     found["error"] = largest_error(prepared.model.own, dict(alone.named_parameters()))
@@ -491,8 +501,10 @@ def refused():
         ("models", models[0], {}),
         ("rank", models[1], {"split_points": ("0", "2") if RANK == 0 else ("0", "none")}),
         ("order", models[1], {"stages_per_rank": 3}),
+        ("layers", models[1], {"layers": [5, *[1] * (RANKS - 1)]}),
+        ("rate", models[1], {}),
     ):
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.2 if kind == "rate" and RANK else 0.1)
         settings = {"partitions": RANKS, "loss_fn": nn.functional.mse_loss, **extra}
         found[kind] = said(lambda m=model, o=optimizer, s=settings: prepare(m, o, **s))
     return found

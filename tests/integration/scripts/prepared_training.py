@@ -253,8 +253,9 @@ def case_trainer(rank, ranks, engine):
     def make():
         model = net()
         optimizer = sgd(model)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-        return Trainer(model, optimizer, nn.functional.mse_loss, schedule=schedule, engine=engine)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        loss_fn = nn.functional.mse_loss
+        return Trainer(model, optimizer, loss_fn, lr_scheduler=scheduler, engine=engine)
 
     loader = [data(100 * rank + step, 4 + rank) for step in range(3 - rank)]
     whole, first, second = make(), make(), make()
@@ -364,8 +365,12 @@ def case_differ(rank, ranks, engine):
     try:
         prepare(model, sgd(model), engine=engine, clip_norm=1.0 + rank)
     except PacelineError as problem:
-        return {**found, "options": problem.what}
-    return {}
+        found["options"] = problem.what
+    try:
+        prepare(model, torch.optim.SGD(model.parameters(), 0.1 + rank), engine=engine)
+    except PacelineError as problem:
+        found["rate"] = f"{problem.what}: {problem.why}"
+    return found
 
 
 def main():

@@ -81,23 +81,8 @@ class MpiTransport:
             raise
         except MPI.Exception as problem:
             self._abandon(started)
-            raise self._translated(problem, peer) from problem
-
-    def _translated(self, problem: MPI.Exception, peer: int) -> PacelineError:
-        where, why = f"rank {self.rank}", problem.Get_error_string()
-        if problem.Get_error_class() == MPI.ERR_TRUNCATE:
-            return UsageError(
-                f"rank {peer} sent more bytes than rank {self.rank} expected",
-                where=where,
-                why=why,
-                fix="Pass buffers of the same size and dtype on all ranks",
-            )
-        return RankLost(
-            f"communication with rank {peer} failed",
-            where=where,
-            why=why,
-            fix="See why that rank ended, in its own output",
-        )
+            where = f"rank {self.rank}"
+            raise error_of(problem, f"rank {peer}", self.rank, where) from problem
 
     def _abandon(self, started: list[_Started]) -> None:
         """Cancel what is to be received, and keep the memory of what cannot be cancelled."""
@@ -126,6 +111,40 @@ def has_ended(request: MPI.Request, deadline_s: float, clock: Clock, stop: threa
         clock.wait(stop, pause_s)
         pause_s = min(2 * pause_s, LAST_PAUSE_S)
     return True
+
+
+def error_of(problem: MPI.Exception, peer: str, rank: int, where: str) -> PacelineError:
+    """Return what a failed message means.
+
+    Args:
+        problem: of MPI.
+        peer: names the rank at the other end.
+        rank: of this process.
+        where: it failed.
+    """
+    why = problem.Get_error_string()
+    if problem.Get_error_class() == MPI.ERR_TRUNCATE:
+        return UsageError(
+            f"{peer} sent more bytes than rank {rank} expected",
+            where=where,
+            why=why,
+            fix="Pass buffers of the same size and dtype on all ranks",
+        )
+    return RankLost(
+        f"communication with {peer} failed",
+        where=where,
+        why=why,
+        fix="See why that rank ended, in its own output",
+    )
+
+
+def new_communicator(ranks: Sequence[int]) -> MPI.Intracomm:
+    """Return a communicator of some ranks of the job; all of them call this.
+
+    Args:
+        ranks: their ranks in COMM_WORLD, in the order of their ranks in the new one.
+    """
+    return MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(list(ranks)))
 
 
 class _Started(NamedTuple):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from paceline.collectives.transports.mpi import MPI, has_ended
+from paceline.collectives.transports.mpi import MPI, has_ended, new_communicator
 from paceline.core.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -61,9 +61,7 @@ class MpiExchange:
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        world = MPI.COMM_WORLD
-        group = world.Get_group().Incl(list(ranks))
-        self._communicator = world.Create_group(group)
+        self._communicator = new_communicator(ranks)
         self._is_aborted = threading.Event()
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> _MpiWork:
@@ -84,7 +82,7 @@ class MpiExchange:
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> _MpiWork:
         """Copy the root's tensor to all ranks."""
         (tensor,) = tensors
-        request = self._communicator.Ibcast(_bytes_of(tensor), options.rootRank)
+        request = self._communicator.Ibcast(bytes_of(tensor), options.rootRank)
         return self._work(request, options, tensor)
 
     def barrier(self, options: Any) -> _MpiWork:
@@ -97,7 +95,7 @@ class MpiExchange:
         """Copy all ranks' tensors to each rank."""
         (parts,), (tensor,) = outputs, given
         flat = tensor.new_empty(len(parts) * tensor.numel())
-        request = self._communicator.Iallgather(_bytes_of(tensor), _bytes_of(flat))
+        request = self._communicator.Iallgather(bytes_of(tensor), bytes_of(flat))
         return self._work(request, options, tensor, then=functools.partial(_spread, flat, parts))
 
     def alltoall_base(
@@ -111,7 +109,7 @@ class MpiExchange:
         """Exchange equal parts; the sizes are empty."""
         assert not output_sizes
         assert not input_sizes
-        request = self._communicator.Ialltoall(_bytes_of(given), _bytes_of(output))
+        request = self._communicator.Ialltoall(bytes_of(given), bytes_of(output))
         return self._work(request, options, output, given)
 
     def gather(
@@ -121,11 +119,11 @@ class MpiExchange:
         (tensor,) = given
         root = options.rootRank
         if not self._is_root(options):
-            request = self._communicator.Igather(_bytes_of(tensor), None, root)
+            request = self._communicator.Igather(bytes_of(tensor), None, root)
             return self._work(request, options, tensor)
         (parts,) = outputs
         flat = tensor.new_empty(len(parts) * tensor.numel())
-        request = self._communicator.Igather(_bytes_of(tensor), _bytes_of(flat), root)
+        request = self._communicator.Igather(bytes_of(tensor), bytes_of(flat), root)
         return self._work(request, options, tensor, then=functools.partial(_spread, flat, parts))
 
     def scatter(
@@ -134,8 +132,8 @@ class MpiExchange:
         """Give each rank one tensor of the root's list; `given` is empty elsewhere."""
         (tensor,) = outputs
         flat = torch.cat([part.view(-1) for part in given[0]]) if given else None
-        source = None if flat is None else _bytes_of(flat)
-        request = self._communicator.Iscatter(source, _bytes_of(tensor), options.rootRank)
+        source = None if flat is None else bytes_of(flat)
+        request = self._communicator.Iscatter(source, bytes_of(tensor), options.rootRank)
         return self._work(request, options, tensor, flat)
 
     def abort(self) -> None:
@@ -201,7 +199,8 @@ class _MpiWork:
             self._then()
 
 
-def _bytes_of(tensor: torch.Tensor) -> list[Any]:
+def bytes_of(tensor: torch.Tensor) -> list[Any]:
+    """Return the memory of a dense tensor on the CPU as MPI takes it."""
     raw = tensor.detach().view(-1).view(torch.uint8).numpy()
     return [raw, MPI.BYTE]
 

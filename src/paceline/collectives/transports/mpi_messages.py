@@ -7,12 +7,19 @@ under way, with pauses that grow to a millisecond, and waits without polling whe
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from paceline.collectives.tensors import copy_back, dense_of, room_for
-from paceline.collectives.transports.mpi import FIRST_PAUSE_S, LAST_PAUSE_S, MPI
+from paceline.collectives.transports.mpi import (
+    FIRST_PAUSE_S,
+    LAST_PAUSE_S,
+    MPI,
+    error_of,
+    new_communicator,
+)
+from paceline.collectives.transports.mpi_exchange import bytes_of
 from paceline.collectives.works import PendingWork
 from paceline.core.clock import SystemClock
 from paceline.core.errors import DeadlineExceeded, RankLost, UsageError
@@ -74,12 +81,11 @@ class MpiMessages:
     """
 
     def __init__(self, members: Sequence[int]) -> None:
-        world = MPI.COMM_WORLD
-        group = world.Get_group().Incl(list(members))
         # Of its own: collectives between hosts use another communicator with the same tags.
-        self._communicator = world.Create_group(group)
+        self._communicator = new_communicator(members)
         self._members = tuple(members)
-        self._most = int(world.Get_attr(MPI.TAG_UB) or 0)
+        self._rank = members[self._communicator.Get_rank()]
+        self._most = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)
         self._clock = SystemClock()
         self._condition = threading.Condition()  # guards what follows
         self._started: list[_MpiMessage] = []
@@ -100,7 +106,7 @@ class MpiMessages:
         """
         dense = dense_of(tensor)
         self._check(tag)
-        request = self._communicator.Isend(_bytes_of(dense), peer, tag)
+        request = self._communicator.Isend(bytes_of(dense), peer, tag)
         return self._watch(request, tensor, dense, peer, timeout_s, is_receive=False)
 
     def receive(
@@ -114,7 +120,7 @@ class MpiMessages:
         dense = room_for(tensor)
         self._check(tag)
         sender = MPI.ANY_SOURCE if peer is None else peer
-        request = self._communicator.Irecv(_bytes_of(dense), sender, tag)
+        request = self._communicator.Irecv(bytes_of(dense), sender, tag)
         return self._watch(request, tensor, dense, peer, timeout_s, is_receive=True)
 
     def abort(self, reason: str) -> None:
@@ -188,7 +194,7 @@ class MpiMessages:
         try:
             has_ended = message.request.Test(status)
         except MPI.Exception as problem:
-            self._fail(message, self._problem(message, problem))
+            self._fail(message, self._failed(message, problem))
             return True
         if has_ended:
             message.work.source = status.Get_source() if message.is_receive else -1
@@ -222,29 +228,15 @@ class MpiMessages:
             fix="See what that rank does, or allow more time",
         )
 
-    def _problem(self, message: _MpiMessage, problem: MPI.Exception) -> Exception:
-        why = problem.Get_error_string()
-        if problem.Get_error_class() == MPI.ERR_TRUNCATE:
-            return UsageError(
-                f"{self._peer(message)} sent more bytes than were expected",
-                where=self._named(message),
-                why=why,
-                fix="Receive into a tensor of the size and data type that is sent",
-            )
-        return RankLost(
-            f"the communication with {self._peer(message)} failed",
-            where=self._named(message),
-            why=why,
-            fix="See why that rank ended, in its own output",
-        )
+    def _failed(self, message: _MpiMessage, problem: MPI.Exception) -> Exception:
+        return error_of(problem, self._peer(message), self._rank, self._named(message))
 
     def _peer(self, message: _MpiMessage) -> str:
         return "any rank" if message.peer is None else f"rank {self._members[message.peer]}"
 
     def _named(self, message: _MpiMessage) -> str:
-        rank = self._members[self._communicator.Get_rank()]
         way = "from" if message.is_receive else "to"
-        return f"rank {rank}, a message over MPI {way} {self._peer(message)}"
+        return f"rank {self._rank}, a message over MPI {way} {self._peer(message)}"
 
 
 def _finish(message: _MpiMessage) -> None:
@@ -252,8 +244,3 @@ def _finish(message: _MpiMessage) -> None:
         # A tensor of the caller's inference mode can only be written to in that mode.
         with torch.inference_mode():
             copy_back(message.dense, message.tensor)
-
-
-def _bytes_of(tensor: torch.Tensor) -> list[Any]:
-    raw = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return [raw, MPI.BYTE]

@@ -34,16 +34,20 @@ def transfers(report: Report) -> str:
                 f"rank {rank.rank}",
                 format_bytes(memory.budget_bytes),
                 format_bytes(memory.predicted_peak_bytes),
+                format_bytes(memory.peak_used_bytes),
                 f"{memory.planned_steps:,}",
                 format_bytes(memory.spilled_bytes),
                 format_seconds(hidden_s(memory)),
                 format_seconds(memory.exposed_s),
             ]
         )
-    heads = ["rank", "budget", "predicted peak", "steps", "spilled", "hidden", "exposed"]
+    heads = ["rank", "budget", "predicted peak", "measured peak", "steps", "spilled", "hidden"]
+    heads.append("exposed")
     note = (
         "Per step under the plan: bytes that are written, and read again; seconds of these "
-        "transfers while the rank computes (hidden), and in which it waits for them (exposed)."
+        "transfers while the rank computes (hidden), and in which it waits for them (exposed). "
+        "Budget and peaks are without pages of files, such as those of libraries, which the "
+        "section Memory counts."
     )
     parts = [table(heads, rows)]
     if report.planned_step is not None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Method = Literal["auto", "greedy", "milp"]
 
+_MIB = 1 << 20
 MILP_MOST_TENSORS = 400
 MILP_MOST_ROWS = 120
 MILP_TIME_LIMIT_S = 2.0
@@ -132,12 +133,21 @@ def check_budget(profile: StepProfile, budget_bytes: int) -> None:
     least = least_budget_bytes(profile)
     if least > budget_bytes:
         raise MemoryExceeded(
-            f"no plan fits a memory budget of {budget_bytes:,} bytes",
+            f"no plan fits a memory budget of {_size(budget_bytes)}",
             where="out of core",
-            why=f"parameters, gradients and one operation's tensors take {least:,} bytes, "
-            f"{least - budget_bytes:,} more",
-            fix=f"Give at least {least:,} bytes, or make the batch smaller",
+            why="what always stays (the process itself, parameters, gradients, one operation's "
+            f"tensors) takes {_size(least)}, {_size(least - budget_bytes)} more",
+            fix=f"Give at least {_size(least)}, or make the batch smaller",
         )
+
+
+def _size(count: int) -> str:
+    """Return bytes as a message has them, rounded up: a budget of what it says is enough.
+
+    >>> _size(1000), _size(100 << 20), _size((100 << 20) + 1)
+    ('1,000 bytes', '100 MiB', '101 MiB')
+    """
+    return f"{-(-count // _MIB):,} MiB" if count >= _MIB else f"{count:,} bytes"
 
 
 def _plan(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 _HEAP_SLACK = 1 << 20
 _FORM_S = 300.0  # the longest wait for a rank that does not call `find_ranks`
-_calls: Counter[str] = Counter()  # of `find_ranks`, by group: each call has its own keys
+_stores: Counter[tuple[str, str]] = Counter()  # that `new_store` made, by group and purpose
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +137,21 @@ def new_group(ranks: Ranks, members: Sequence[int], timeout: timedelta | None = 
     return dist.new_group(world, timeout=timeout, use_local_synchronization=True)
 
 
+def new_store(group: Any, purpose: str) -> dist.Store:
+    """Return a store with keys of its own, which the ranks of a group share.
+
+    All ranks of the group call this, equally often for each purpose.
+
+    Args:
+        group: torch's; None: the default one.
+        purpose: begins the keys.
+    """
+    group = group or dist.group.WORLD
+    _stores[group.group_name, purpose] += 1
+    number = _stores[group.group_name, purpose]
+    return dist.PrefixStore(f"{purpose}/{number}", group.get_group_store())
+
+
 def find_ranks(model: nn.Module | None = None, group: Any = None) -> Ranks:
     """Return the ranks of a process group, or one rank where there is none.
 
@@ -158,9 +173,7 @@ def _form_heap(model: nn.Module, group: Any, rank: int, size: int) -> TensorHeap
     parameters = [p for p in model.parameters() if p.requires_grad]
     if size == 1 or any(parameter.device.type != "cpu" for parameter in parameters):
         return None
-    _calls[group.group_name] += 1  # equally often on all ranks of the group
-    place = f"training/{_calls[group.group_name]}"
-    store = dist.PrefixStore(place, group.get_group_store())
+    store = new_store(group, "training")
     # Gradients and parameters, twice: new buckets are made beside the old ones. Room that nothing
     # is written to takes no memory.
     needed = 4 * bytes_of_buckets(parameters, size) + _HEAP_SLACK

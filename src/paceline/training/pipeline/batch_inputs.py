@@ -18,6 +18,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from paceline.training.pipeline.computing import unchanged_buffers
 from paceline.training.pipeline.exported import named_arguments
 from paceline.training.pipeline.graph import bind_inputs
 from paceline.training.pipeline.microbatches import path_of
@@ -68,10 +69,13 @@ def _runs(captured: CapturedGraph, arguments: dict[str, Any], divided: frozenset
     tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
     rows = 1 + max(size for tensor in tensors for size in tensor.shape)  # no other size
     module = captured.module()
-    # As in `costs`: a buffer that meets no tensor without memory is changed for real.
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        # A buffer that meets no tensor without memory is changed for real.
+        with (
+            unchanged_buffers(module),
+            FakeTensorMode(allow_non_fake_inputs=True) as mode,
+            torch.no_grad(),
+        ):
 
             def fake(path: Any, leaf: Any) -> Any:
                 if not isinstance(leaf, torch.Tensor):
@@ -83,7 +87,4 @@ def _runs(captured: CapturedGraph, arguments: dict[str, Any], divided: frozenset
             fx.Interpreter(module).run(*(given[name] for name in captured.inputs))
     except Exception:  # noqa: BLE001  # whatever an operator raises for sizes that do not fit
         return False
-    finally:
-        for buffer, values in before:
-            buffer.copy_(values)
     return True

@@ -203,11 +203,11 @@ def _versions(value: Any) -> list[int]:
 
 def _contexts(module: nn.Module) -> tuple[Any, Any]:
     """Return the contexts of a forward pass, and of the same one when it is computed again."""
-    return contextlib.nullcontext(), _unchanged_buffers(module)
+    return contextlib.nullcontext(), unchanged_buffers(module)
 
 
 @contextlib.contextmanager
-def _unchanged_buffers(module: nn.Module) -> Iterator[None]:
+def unchanged_buffers(module: nn.Module) -> Iterator[None]:
     """Leave buffers as they are, such as statistics that have seen the microbatch already."""
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.schedules.pipeline import LayerCosts, LayerEdge
 from paceline.training.operators import works_of
+from paceline.training.pipeline.computing import unchanged_buffers
 from paceline.training.pipeline.exported import named_arguments
 from paceline.training.pipeline.graph import bind_inputs
 
@@ -81,7 +82,7 @@ def forward_seconds(captured: CapturedGraph, inputs: Any) -> list[float] | None:
     given = [arguments[name] for name in captured.inputs]
     layer_of = {node.name: n for n, layer in enumerate(captured.layers) for node in layer.nodes}
     module = captured.module()
-    with _unchanged_buffers(module), torch.random.fork_rng(devices=_devices(module)):
+    with unchanged_buffers(module), torch.random.fork_rng(devices=_devices(module)):
         try:
             runs = [_timed(module, given) for _ in range(3)][1:]
         except Exception:  # noqa: BLE001  # whatever an operator raises for an example
@@ -101,17 +102,6 @@ def _timed(module: fx.GraphModule, given: list[Any]) -> dict[str, float]:
 
 def _devices(module: nn.Module) -> list[torch.device]:
     return list({p.device for p in module.parameters() if p.device.type == "cuda"})
-
-
-@contextlib.contextmanager
-def _unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, values in before:
-                buffer.copy_(values)
 
 
 class _Stopwatch(fx.Interpreter):  # type: ignore[misc]  # torch has no types here
@@ -221,7 +211,7 @@ def _count(captured: CapturedGraph, inputs: Any) -> _Interpreter:
     module = captured.module()
     # A buffer that meets no fake tensor is not one itself: batches counted are counted for real.
     with (
-        _unchanged_buffers(module),
+        unchanged_buffers(module),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         torch.no_grad(),
     ):

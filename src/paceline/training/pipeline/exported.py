@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import io
 import logging
 import operator
 import random
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _PREFIX = "model."
 _AUTO = torch.export.Dim.AUTO
+_LOGGERS = ("torch.export", "torch.fx.experimental.symbolic_shapes")
 # As the functions of torch, so that a schedule can defer the gradients of their weights.
 _FUNCTIONS = {
     torch.ops.aten.linear.default: nn.functional.linear,
@@ -277,16 +279,21 @@ def _exported(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from saying what concerns those who write exported graphs to files."""
-    logger = logging.getLogger("torch.export")
-    before = logger.disabled
-    logger.disabled = True
+    """Keep torch from saying what concerns those who write exported graphs to files.
+
+    For a model that asks for values it prints its graph to stderr, up to there.
+    """
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.disabled = before
+        for logger, was_disabled in zip(loggers, before, strict=True):
+            logger.disabled = was_disabled
 
 
 def _differences(training: fx.Graph, evaluating: fx.Graph) -> dict[str, dict[str, Any]] | None:

@@ -22,10 +22,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import linecache
 import operator
 import os
-import traceback
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +41,7 @@ from paceline.training.pipeline.exported import (
     reason,
     set_python_random_states,
 )
+from paceline.training.source_line import source_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -192,7 +191,7 @@ def capture(
             if isinstance(other, UsageError):
                 raise
             why = f"{problem.why}; torch.export: {reason(other)}"
-            raise UsageError(problem.what, where=problem.where, why=why, fix=problem.fix) from other
+            raise UsageError(problem.what, where=problem.where, why=why, fix=problem.fix) from None
     if inputs is None or not _is_mostly_opaque(traced):
         return traced
     try:
@@ -381,7 +380,7 @@ class _Tracer(fx.Tracer):  # type: ignore[misc]  # torch has no types here
             self.module_stack: Any = stack  # torch pops no module whose forward pass raises
             _set_random_states(states)
             name = self.path_of_module(m)
-            self.opaque[name] = f"{_place_of(problem)}: {first_line(problem)}"
+            self.opaque[name] = f"{source_line(problem)}: {first_line(problem)}"
             return self.create_proxy("call_module", name, args, kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
@@ -450,21 +449,10 @@ def _constructors_take_proxies() -> Iterator[None]:
 def _capture_error(model: nn.Module, problem: Exception) -> UsageError:
     return UsageError(
         "the forward pass of the model cannot be captured as a graph",
-        where=_place_of(problem),
+        where=source_line(problem),
         why=first_line(problem),
         fix=_offer(model),
     )
-
-
-def _place_of(problem: BaseException) -> str:
-    """Return the last line of the model's code that an error came through."""
-    frames = traceback.extract_tb(problem.__traceback__)
-    own = [f for f in frames if not f.filename.startswith((_TORCH_FOLDER, __file__, "<"))]
-    if not own:
-        return "unknown line"
-    last = own[-1]
-    line = linecache.getline(last.filename, last.lineno or 0).strip()
-    return f"{last.filename}:{last.lineno}; `{line}`"
 
 
 def _offer(model: nn.Module) -> str:
@@ -509,16 +497,21 @@ def _chained(model: nn.Module, names: Sequence[str]) -> CapturedGraph:
 
 
 def _layers_of(graph: fx.Graph, root: nn.Module) -> tuple[GraphLayer, ...]:
-    """Return the computing nodes in layers: each begins with a submodule or a parameter."""
+    """Return the computing nodes in layers: each begins with a submodule or a parameter.
+
+    What comes before the first of these, such as sizes of the inputs, belongs to its layer.
+    """
     nodes = [n for n in graph.nodes if n.op in ("call_module", "call_function", "call_method")]
     tied = _places_tied(
         nodes, lambda node: node.all_input_nodes[:1] if _is_in_place(node, root) else ()
     )
     layers: list[list[fx.Node]] = []
+    has_begun = False
     for place, node in enumerate(nodes):
         begins = node.op == "call_module" or any(n.op == "get_attr" for n in node.all_input_nodes)
-        if not layers or (begins and place not in tied):
+        if not layers or (begins and has_begun and place not in tied):
             layers.append([])
+        has_begun = has_begun or begins
         layers[-1].append(node)
     return tuple(GraphLayer(_name_of(members), tuple(members)) for members in layers)
 

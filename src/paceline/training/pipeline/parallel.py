@@ -78,6 +78,7 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
     ) -> None:
         super().__init__()
         self.module = model
+        model.register_forward_pre_hook(_refuse_call)
         self._device = next(model.parameters()).device
         self.ranks, self.mesh = mesh.ranks, mesh
         self._order, self._microbatches = order, microbatches
@@ -123,12 +124,22 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns, on the ranks of the last stage, and None on others.
 
-        All ranks of a pipeline call this with the same batch. There is no backward pass.
+        All ranks of a pipeline call this with the same batch. There is no backward pass: a call of
+        a model in training mode that asks for gradients is refused.
 
         Raises:
-            UsageError: the model does not take these arguments, or was captured in another mode.
+            UsageError: gradients are asked for, the model does not take these arguments, or it was
+                captured in another mode.
             RankLost: another rank ended, or does not answer; the error names it.
         """
+        if self.training and torch.is_grad_enabled():
+            raise UsageError(
+                "outputs of a model in stages have no gradients",
+                where=f"{type(self.module).__name__}.forward",
+                why="the backward pass begins while other microbatches still go forwards",
+                fix="Train with prepared.forward_backward(inputs, target); for the outputs alone "
+                "call the model under torch.no_grad() or after eval()",
+            )
         bound = inspect.signature(self.module.forward).bind(*args, **kwargs)
         arguments, samples = self._agreed(lambda: self._arguments(bound), None)
         sizes = sizes_of(samples, self._microbatches)
@@ -436,3 +447,17 @@ def keep_own(model: nn.Module, staged: StagedModel, stages: Collection[int]) -> 
 def _without_memory(stage: ModelStage, empty: dict[int, nn.Parameter]) -> ModelStage:
     parameters = {name: empty.get(id(p), p) for name, p in stage.parameters.items()}
     return replace(stage, module=nn.Identity(), parameters=parameters)
+
+
+def _refuse_call(model: nn.Module, _inputs: Any) -> None:
+    """Raise an error for a call of the model itself, which has lost the layers of other ranks.
+
+    Raises:
+        UsageError: always.
+    """
+    raise UsageError(
+        "the layers of this model are divided among the ranks",
+        where=f"{type(model).__name__}.forward",
+        fix="Train with prepared.forward_backward(inputs, target), and call prepared.model for "
+        "outputs",
+    )

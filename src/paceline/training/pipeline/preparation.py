@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from paceline.training.health import GradientCheck
     from paceline.training.options import TrainingOptions
 
+_MOST_SHOWN = 40  # names of layers in an error
+
 
 class GivenModel(NamedTuple):
     """What the user hands to `prepare`."""
@@ -91,13 +93,17 @@ def divide_ranks(options: TrainingOptions, plan: Plan | None, ranks: int) -> tup
         )
     partitions = partitions or max(1, ranks // (replicas or 1))
     replicas = replicas or max(1, ranks // partitions)
-    if partitions * replicas != ranks or (strategy == "data" and partitions > 1):
+    if strategy == "data" and partitions > 1:
         raise UsageError(
-            f"{partitions} partitions x {replicas} replicas are not {ranks} ranks"
-            if partitions * replicas != ranks
-            else f"the strategy data has 1 partition, not {partitions}",
+            f"the strategy data has 1 partition, not {partitions}",
             where="prepare",
-            fix="Start as many ranks as partitions times replicas, or leave one of both out",
+            fix="Leave partitions out, or give the strategy model or hybrid",
+        )
+    if partitions * replicas != ranks:
+        raise UsageError(
+            f"{partitions} partitions x {replicas} replicas are not {ranks} ranks",
+            where="prepare",
+            fix=f"Start {partitions * replicas} ranks, or give numbers whose product is {ranks}",
         )
     return partitions, replicas
 
@@ -348,12 +354,33 @@ def stage(
             why=_why_few(captured.opaque),
             fix="Use fewer partitions",
         )
+    _check_layers(options, stages, [layer.name for layer in captured.layers])
     costs = layer_costs(captured, example_inputs)
     cuts = partition(costs, stages, layers_per_stage=options.layers or ()).cuts
     staged = cut(captured, cuts)
     whole = inputs_without_samples(captured, example_inputs)
     lines = (*staged.lines, *(f"all microbatches get {name} whole" for name in sorted(whole)))
     return replace(staged, whole=whole, lines=lines)
+
+
+def _check_layers(options: TrainingOptions, stages: int, names: list[str]) -> None:
+    """Raise an error unless `layers` gives each stage some of the model's layers, and all of them.
+
+    Raises:
+        UsageError: it does not; the error lists the model's layers.
+    """
+    layers = options.layers
+    if layers is None or (len(layers) == stages and sum(layers) == len(names)):
+        return
+    shown = names if len(names) <= _MOST_SHOWN else [*names[: _MOST_SHOWN - 1], "...", names[-1]]
+    raise UsageError(
+        f"layers has {len(layers)} numbers, whose sum is {sum(layers)}, for {stages} stages and "
+        f"{len(names)} layers",
+        where=f"prepare(layers={tuple(layers)})",
+        why=f"the layers are {', '.join(shown)}",
+        fix=f"Give {stages} numbers whose sum is {len(names)}, or leave it out for stages of "
+        "equal cost",
+    )
 
 
 def _why_few(opaque: dict[str, str]) -> str:

@@ -15,7 +15,6 @@ blocking sends, see `paceline.schedules.pipeline`.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,13 +25,13 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from paceline.core.errors import DeadlineExceeded, RankLost, UsageError, first_line
+from paceline.training.engine.ranks import new_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _MOST_TENSORS = 32  # of one value
 _KINDS = ("length", "description", "tensor", "agreement")
-_calls = itertools.count()  # all ranks make equally many: each has keys of its own
 _GRACE_S = 3.0  # for another rank to write whom it waited for
 
 
@@ -45,6 +44,11 @@ class TensorForm(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorForm:
+        """Return that of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def empty(self, device: torch.device) -> torch.Tensor:
         """Return a tensor to receive into."""
@@ -98,8 +102,7 @@ def form_of(value: Any, where: str) -> tuple[ValueForm, list[torch.Tensor]]:
         UsageError: it is or has something that cannot be sent.
     """
     if isinstance(value, torch.Tensor):  # nearly always; a description as JSON takes longer
-        form = TensorForm(tuple(value.shape), value.dtype, value.requires_grad)
-        return ValueForm(_ONE_LEAF, (form,)), [value]
+        return ValueForm(_ONE_LEAF, (TensorForm.of(value),)), [value]
     leaves, structure = pytree.tree_flatten(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     for leaf in leaves:
@@ -116,10 +119,7 @@ def form_of(value: Any, where: str) -> tuple[ValueForm, list[torch.Tensor]]:
             where=where,
             fix=f"Stack them: at most {_MOST_TENSORS} are sent",
         )
-    forms = (
-        TensorForm(tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x
-        for x in leaves
-    )
+    forms = (TensorForm.of(x) if isinstance(x, torch.Tensor) else x for x in leaves)
     return ValueForm(pytree.treespec_dumps(structure), tuple(forms)), tensors
 
 
@@ -187,8 +187,7 @@ class Transfers:
         self.group = group
         self._deadline = timedelta(seconds=deadline_s)
         self._rank = dist.get_rank(group)
-        store = (group or dist.group.WORLD).get_group_store()
-        self._store = dist.PrefixStore(f"pipeline/{next(_calls)}", store)
+        self._store = new_store(group, "pipeline")
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, what: str) -> Any:
         """Start to send a tensor, which must stay unchanged until the work is over."""

@@ -1,0 +1,1 @@
+"""A federation on Flower: clients share images, the server tests the model."""

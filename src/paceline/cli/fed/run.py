@@ -1,0 +1,98 @@
+"""``paceline fed run``: one federation, trained, scored and paid."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from paceline.federated.paid_run import PaidRun
+
+_TOKEN = 1_000_000  # micro-tokens
+
+
+@click.command(
+    short_help="Train one federation; score and pay its clients.",
+    epilog="Example: paceline fed run federation.toml --out my-federation",
+)
+@click.argument("config", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("paceline-federation"),
+    show_default=True,
+    help="New folder for ledger, result and page.",
+)
+@click.option("--seed", type=int, help="Of everything that is drawn [default: the file's].")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def run(config: Path | None, out: Path, seed: int | None, as_json: bool) -> None:
+    """Train the federation that CONFIG describes, with simulated clients on a virtual clock.
+
+    Each new model's updates are scored on samples that the server keeps, and paid from a budget
+    that is fixed in advance; what passes no gate is not paid and not used. The ledger is
+    in the folder: see `paceline fed ledger`.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as in `simulate`
+    from dataclasses import replace
+
+    from paceline.federated import paid_run, study
+    from paceline.federated.config import FederationConfig
+    from paceline.report.federation.page import write_federation_page
+
+    given = FederationConfig.small() if config is None else FederationConfig.from_toml(config)
+    given = given if seed is None else replace(given, seed=seed)
+    done = paid_run.run(given, *study.read_data(given), out)
+    report = study.to_report(str(config or "20 clients with digits"), given, [done.result])
+    write_federation_page(report, out / "report.html")
+    if as_json:
+        printed = {
+            "config": given.to_json(),
+            "result": done.result.to_json(),
+            "balances": done.balances,
+            "refused": done.refused,
+            "signed": done.is_signed,
+        }
+        click.echo(json.dumps(printed))
+        return
+    from rich.console import Console
+
+    from paceline.report.federation.terminal import render_federation
+
+    console = Console(highlight=False)
+    console.print(render_federation(report))
+    for line in _pay_lines(done, given.clients):
+        console.print(line)
+    click.echo(f"run: wrote {out}", err=True)
+
+
+def _pay_lines(done: PaidRun, clients: int) -> list[str]:
+    """Return what was paid to whom, in sentences."""
+    earned = {
+        name.partition(":")[2]: amount
+        for name, amount in done.balances.items()
+        if name.startswith("client:") and name != "client:consumer"
+    }
+    pays = sorted(earned.values(), reverse=True)
+    middle = pays[len(pays) // 2] if pays else 0
+    most = pays[0] if pays else 0
+    lines = [
+        "",
+        f"Paid: {sum(pays) / _TOKEN:,.0f} tokens to {len(pays)} of {clients} clients, "
+        f"{middle / _TOKEN:,.1f} to the median one, {most / _TOKEN:,.1f} at most; "
+        f"infrastructure {done.balances.get('infrastructure', 0) / _TOKEN:,.0f}.",
+        f"Reimbursed: {done.balances.get('client:consumer', 0) / _TOKEN:,.0f} tokens. "
+        f"Sum of all accounts: {sum(done.balances.values())}.",
+    ]
+    if done.refused:
+        worst = max(done.refused, key=lambda client: done.refused[client])
+        lines.append(
+            f"Refused: {sum(done.refused.values())} updates of {len(done.refused)} clients, most "
+            f"of client {worst} ({done.refused[worst]})."
+        )
+    if not done.is_signed:
+        lines.append("The ledger is not signed: pip install 'paceline[ledger]'.")
+    return lines

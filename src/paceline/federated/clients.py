@@ -1,0 +1,136 @@
+"""What is known of each client's speed: its own claims first, then what the server measured.
+
+Seconds per sample and per byte are estimated in logarithms, since both vary by factors:
+
+    prior (claim, or the mean of all clients) -> N(mean, variance) of ln(seconds)
+    each measurement                          -> a Kalman step: variance falls
+    time since                                -> variance grows: devices drift while they are used
+
+A claim counts as one poor measurement, so that the third round trip outweighs any claim.
+Source: R. Kalman, A New Approach to Linear Filtering and Prediction Problems, 1960 (scalar case).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_CLAIM_VARIANCE = 0.7**2  # of ln: a claim is off by a factor of 2, as often as not
+_UNKNOWN_VARIANCE = 1.2**2  # of a client that claims nothing
+_NOISE = 0.25**2  # of one measurement
+_DRIFT = 0.05**2  # by which the variance grows from one measurement to the next
+_FIRST_S = {"compute": 10e-3, "transfer": 3.2e-6}  # per sample, per byte: until anything is known
+_KINDS = ("compute", "transfer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """What the server measured of one client's work.
+
+    Attributes:
+        samples: that it computed with.
+        compute_s: from the end of its download to the begin of its upload.
+        bytes: that were sent both ways.
+        transfer_s: that both transfers took.
+    """
+
+    samples: int
+    compute_s: float
+    bytes: int
+    transfer_s: float
+
+
+@dataclass(slots=True)
+class Profiler:
+    """Estimates of all clients, by their numbers.
+
+    Attributes:
+        clients: how many there are.
+    """
+
+    clients: int
+    _mean: dict[str, np.ndarray] = field(default_factory=dict)
+    _variance: dict[str, np.ndarray] = field(default_factory=dict)
+    _measured: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        for kind in _KINDS:
+            self._mean[kind] = np.full(self.clients, np.nan)  # until a claim or measurement
+            self._variance[kind] = np.full(self.clients, _UNKNOWN_VARIANCE)
+        self._measured = np.zeros(self.clients, np.int64)
+
+    def claim(self, client: int, seconds_per_sample: float, seconds_per_byte: float) -> None:
+        """Take a client's word, as long as nothing is measured."""
+        if self._measured[client]:
+            return
+        for kind, value in zip(_KINDS, (seconds_per_sample, seconds_per_byte), strict=True):
+            if value > 0:
+                self._mean[kind][client] = np.log(value)
+                self._variance[kind][client] = _CLAIM_VARIANCE
+
+    def observe(self, client: int, timing: Timing) -> None:
+        """Learn from one client's work."""
+        rates = timing.compute_s / max(1, timing.samples), timing.transfer_s / max(1, timing.bytes)
+        for kind, rate in zip(_KINDS, rates, strict=True):
+            if rate <= 0:
+                continue
+            mean, variance = self._mean[kind], self._variance[kind]
+            before = mean[client] if np.isfinite(mean[client]) else self._typical(kind)
+            spread = variance[client] + _DRIFT
+            gain = spread / (spread + _NOISE)
+            mean[client] = before + gain * (np.log(rate) - before)
+            variance[client] = (1 - gain) * spread
+        self._measured[client] += 1
+
+    def expected_s(self, samples: np.ndarray | int, sent_bytes: int) -> np.ndarray:
+        """Return the seconds that each client is expected to take; shape (clients,).
+
+        Args:
+            samples: that it computes with; one number, or shape (clients,).
+            sent_bytes: both ways.
+        """
+        compute, transfer = (self._known(kind) for kind in _KINDS)
+        total: np.ndarray = np.exp(compute) * samples + np.exp(transfer) * sent_bytes
+        return total
+
+    def is_measured(self) -> np.ndarray:
+        """Return which clients have been measured; bool, shape (clients,)."""
+        return self._measured > 0
+
+    def _known(self, kind: str) -> np.ndarray:
+        mean = self._mean[kind]
+        return np.where(np.isfinite(mean), mean, self._typical(kind))
+
+    def _typical(self, kind: str) -> float:
+        known = self._mean[kind][np.isfinite(self._mean[kind])]
+        return float(known.mean()) if known.size else float(np.log(_FIRST_S[kind]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes."""
+        return {
+            "mean": {kind: self._mean[kind].tolist() for kind in _KINDS},
+            "variance": {kind: self._variance[kind].tolist() for kind in _KINDS},
+            "measured": self._measured.tolist(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        for kind in _KINDS:
+            self._mean[kind][:] = state["mean"][kind]
+            self._variance[kind][:] = state["variance"][kind]
+        self._measured[:] = state["measured"]
+
+
+def jain(values: np.ndarray | Sequence[float]) -> float:
+    """Return Jain's index: 1 if all values are equal, 1 / n if all but one are zero.
+
+    Source: R. Jain et al., A Quantitative Measure of Fairness, DEC-TR-301, 1984.
+    """
+    numbers = np.asarray(values, np.float64)
+    squares = float((numbers**2).sum())
+    return float(numbers.sum()) ** 2 / (numbers.size * squares) if squares else 1.0

@@ -1,0 +1,81 @@
+"""Watches the global model: accuracy in all and per class, and alarms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+_SMOOTHED = 3  # evaluations
+_PLATEAU, _PLATEAU_GAIN = 20, 0.002  # evaluations, accuracy
+_FALL = 0.1  # of accuracy below the best: the model diverges
+
+
+class Evaluation(NamedTuple):
+    """The global model at one moment.
+
+    Attributes:
+        at_s: seconds since the begin.
+        round: version of the model.
+        accuracy: share of samples that are classified rightly.
+        by_class: the same of each class.
+    """
+
+    at_s: float
+    round: int
+    accuracy: float
+    by_class: tuple[float, ...]
+
+
+def evaluate(at_s: float, version: int, predicted: np.ndarray, labels: np.ndarray) -> Evaluation:
+    """Return the evaluation of a model's predictions; both arrays have the shape (samples,)."""
+    right = predicted == labels
+    classes = range(int(labels.max()) + 1)
+    by_class = tuple(
+        float(right[labels == n].mean()) if (labels == n).any() else 0.0 for n in classes
+    )
+    return Evaluation(at_s, version, float(right.mean()), by_class)
+
+
+@dataclass(slots=True)
+class Monitor:
+    """All evaluations of a federation, oldest first."""
+
+    evaluations: list[Evaluation] = field(default_factory=list)
+
+    def add(self, evaluation: Evaluation) -> str:
+        """Take an evaluation; return an alarm, or ""."""
+        self.evaluations.append(evaluation)
+        smoothed = self.smoothed()
+        if smoothed[-1] < max(smoothed) - _FALL:
+            return (
+                f"accuracy fell from {max(smoothed):.3f} to {smoothed[-1]:.3f}: the model diverges"
+            )
+        if len(smoothed) > _PLATEAU:
+            gain = max(smoothed[-_PLATEAU:]) - max(smoothed[:-_PLATEAU])
+            if gain < _PLATEAU_GAIN:
+                return f"accuracy has not risen for {_PLATEAU} evaluations"
+        return ""
+
+    def smoothed(self) -> list[float]:
+        """Return the mean accuracy of each evaluation and up to two before it."""
+        values = [evaluation.accuracy for evaluation in self.evaluations]
+        return [
+            float(np.mean(values[max(0, n - _SMOOTHED + 1) : n + 1])) for n in range(len(values))
+        ]
+
+    def seconds_to(self, accuracy: float) -> float | None:
+        """Return when the smoothed accuracy first reached a value; None: never."""
+        pairs = zip(self.evaluations, self.smoothed(), strict=True)
+        return next((e.at_s for e, value in pairs if value >= accuracy), None)
+
+    @property
+    def final(self) -> float:
+        """The last smoothed accuracy."""
+        return self.smoothed()[-1]
+
+    @property
+    def worst_class(self) -> float:
+        """The least accuracy of a class, mean over the last evaluations."""
+        return float(np.mean([min(e.by_class) for e in self.evaluations[-_SMOOTHED:]]))

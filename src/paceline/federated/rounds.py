@@ -1,0 +1,263 @@
+"""Decides when clients start, when their updates make a new model, and who is given up.
+
+One state machine for all kinds of rounds; events in, actions out:
+
+    begin, arrived, lost, time passes --> advance --> Start, Cancel, Aggregate
+
+    synchronous     in_flight = 0: `cohort` clients start together; the model changes when they
+                    have answered or their deadlines have passed
+    over-selected   over_selection > 1: more start than are waited for; the rest is cancelled
+    buffered        in_flight > 0: so many work at any time, and the model changes with each
+                    `cohort` updates; late updates count less
+    asynchronous    buffered with cohort = 1
+
+Sources: J. Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, AISTATS 2022;
+K. Bonawitz et al., Towards Federated Learning at Scale, MLSys 2019 (over-selection).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from paceline.core.errors import UsageError
+from paceline.federated.clients import Profiler
+from paceline.federated.selection.view import ClientsView, Selector
+from paceline.federated.updates import ModelUpdate
+
+if TYPE_CHECKING:
+    from paceline.federated.clients import Timing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundOptions:
+    """How rounds go.
+
+    Attributes:
+        cohort: updates that make a new model.
+        in_flight: clients that work at any time; 0: rounds are synchronous.
+        over_selection: clients that a synchronous round starts, over `cohort`.
+        staleness_power: p of the weight (1 + versions missed)^-p of a late update.
+        deadline_factor: a client is given up after so many times its expected seconds.
+        least_deadline_s: but not before.
+    """
+
+    cohort: int = 10
+    in_flight: int = 15
+    over_selection: float = 1.0
+    staleness_power: float = 0.5
+    deadline_factor: float = 4.0
+    least_deadline_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.cohort < 1 or self.in_flight < 0 or self.over_selection < 1:
+            raise UsageError(
+                f"rounds of {self.cohort} updates, {self.in_flight} clients in flight and "
+                f"{self.over_selection} times as many started are not possible",
+                where="rounds",
+                fix="Give a cohort of 1 or more, 0 or more in flight, an over-selection from 1 on",
+            )
+
+
+class Start(NamedTuple):
+    """Send a client the model of a version."""
+
+    client: int
+    version: int
+    deadline_s: float
+
+
+class Cancel(NamedTuple):
+    """Tell a client to stop: nobody waits for it."""
+
+    client: int
+
+
+class Aggregate(NamedTuple):
+    """Make the next model of these updates, with weights that need not add up to 1."""
+
+    updates: tuple[ModelUpdate, ...]
+    clients: tuple[int, ...]
+    staleness: tuple[float, ...]
+
+
+Action = Start | Cancel | Aggregate
+
+
+class _Working(NamedTuple):
+    """A client that was asked."""
+
+    version: int
+    started_s: float
+    deadline_s: float
+
+
+@dataclass(slots=True)
+class RoundController:
+    """Runs rounds; keeps what is counted of each client.
+
+    Args:
+        options: of the rounds.
+        selector: chooses whom to ask.
+        profiler: knows how long clients take.
+        samples: that each client says it trains on per round; shape (clients,).
+        sent_bytes: of a model, both ways.
+
+    Attributes:
+        version: of the current model, from 0.
+        spent_s, wasted_s: that all clients have worked, and of it what was thrown away.
+        returned: updates that were used, by client.
+    """
+
+    options: RoundOptions
+    selector: Selector
+    profiler: Profiler
+    samples: np.ndarray
+    sent_bytes: int
+    version: int = 0
+    wasted_s: float = 0.0
+    selected: np.ndarray = field(init=False)
+    returned: np.ndarray = field(init=False)
+    _spent_s: np.ndarray = field(init=False)
+    _loss: np.ndarray = field(init=False)
+    _surprise: np.ndarray = field(init=False)
+    _last_round: np.ndarray = field(init=False)
+    _working: dict[int, _Working] = field(default_factory=dict)
+    _arrived: list[tuple[int, ModelUpdate]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        clients = self.profiler.clients
+        self.selected, self.returned = np.zeros(clients, np.int64), np.zeros(clients, np.int64)
+        self._spent_s = np.zeros(clients)
+        self._loss, self._surprise = np.full(clients, np.nan), np.full(clients, np.nan)
+        self._last_round = np.full(clients, -1)
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds that all clients have worked."""
+        return float(self._spent_s.sum())
+
+    @property
+    def working(self) -> frozenset[int]:
+        """Clients that were asked and have not answered."""
+        return frozenset(self._working)
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """The time at which `advance` must be called although nothing happened."""
+        return min((work.deadline_s for work in self._working.values()), default=None)
+
+    def arrived(self, now_s: float, client: int, update: ModelUpdate, timing: Timing) -> bool:
+        """Take a client's update; return whether it is used.
+
+        An update of a client that was given up or cancelled comes too late.
+        """
+        self.profiler.observe(client, timing)
+        if client not in self._working or self._working[client].version != update.version:
+            return False
+        self._end(now_s, client)
+        self._loss[client] = update.loss
+        self._arrived.append((client, update))
+        return True
+
+    def lost(self, now_s: float, client: int) -> None:
+        """Note that a client has failed, or that its update was refused."""
+        if client in self._working:
+            self._waste(now_s, client)
+
+    def surprised(self, client: int, distance: float) -> None:
+        """Note how far a client's update was from what was expected of it."""
+        self._surprise[client] = distance
+
+    def advance(
+        self, now_s: float, is_online: np.ndarray, accuracy: tuple[float, ...] = ()
+    ) -> list[Action]:
+        """Return what is to be done now; call again after each event and at `next_deadline_s`.
+
+        Args:
+            now_s: seconds of a clock that never goes back.
+            is_online: bool, shape (clients,).
+            accuracy: of the global model so far, oldest first.
+        """
+        actions: list[Action] = []
+        for client in [c for c, work in self._working.items() if work.deadline_s <= now_s]:
+            self._waste(now_s, client)
+            actions.append(Cancel(client))
+        if self._is_complete():
+            actions += self._aggregate(now_s)
+        actions += self._start(now_s, is_online, accuracy)
+        return actions
+
+    def _is_complete(self) -> bool:
+        if self.options.in_flight:
+            return len(self._arrived) >= self.options.cohort
+        is_over = not self._working
+        return bool(self._arrived) and (is_over or len(self._arrived) >= self.options.cohort)
+
+    def _aggregate(self, now_s: float) -> list[Action]:
+        taken = self._arrived[: self.options.cohort]
+        self._arrived = self._arrived[self.options.cohort :]
+        clients = tuple(client for client, _ in taken)
+        for client in clients:
+            self.returned[client] += 1
+        power = self.options.staleness_power
+        staleness = tuple((1 + self.version - u.version) ** -power for _, u in taken)
+        self.version += 1
+        actions: list[Action] = [Aggregate(tuple(u for _, u in taken), clients, staleness)]
+        if not self.options.in_flight:
+            for client in list(self._working):
+                self._waste(now_s, client)
+                actions.append(Cancel(client))
+            self._arrived.clear()
+        return actions
+
+    def _start(
+        self, now_s: float, is_online: np.ndarray, accuracy: tuple[float, ...]
+    ) -> list[Action]:
+        options = self.options
+        if options.in_flight:
+            wanted = options.in_flight - len(self._working)
+        elif self._working or self._arrived:
+            wanted = 0
+        else:
+            wanted = round(options.cohort * options.over_selection)
+        if wanted <= 0:
+            return []
+        is_free = is_online.copy()
+        is_free[list(self._working)] = False
+        if not options.in_flight and is_free.sum() < options.cohort:
+            return []
+        expected_s = self.profiler.expected_s(self.samples, self.sent_bytes)
+        view = ClientsView(
+            is_free=is_free,
+            expected_s=expected_s,
+            is_measured=self.profiler.is_measured(),
+            selected=self.selected,
+            returned=self.returned,
+            spent_s=self._spent_s,
+            loss=self._loss,
+            samples=self.samples,
+            surprise=self._surprise,
+            last_round=self._last_round,
+            round=self.version,
+            accuracy=accuracy,
+        )
+        actions: list[Action] = []
+        for number in self.selector.choose(view, wanted):
+            client = int(number)
+            allowed_s = max(options.least_deadline_s, options.deadline_factor * expected_s[client])
+            self._working[client] = _Working(self.version, now_s, now_s + allowed_s)
+            self.selected[client] += 1
+            self._last_round[client] = self.version
+            actions.append(Start(client, self.version, now_s + allowed_s))
+        return actions
+
+    def _end(self, now_s: float, client: int) -> float:
+        seconds = now_s - self._working.pop(client).started_s
+        self._spent_s[client] += seconds
+        return seconds
+
+    def _waste(self, now_s: float, client: int) -> None:
+        self.wasted_s += self._end(now_s, client)

@@ -1,0 +1,1 @@
+"""Simulated clients: devices, links, data, training, on a virtual clock."""

@@ -1,0 +1,204 @@
+"""Compares strategies: each is simulated with the same clients, data and first models.
+
+for each seed: clients, devices, sessions; then each strategy on its own copies of them
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.core.errors import ConfigError
+from paceline.core.files import read_text
+from paceline.core.randomness import make_generator
+from paceline.core.record import Record
+from paceline.federated.simulate.engine import Outcome, Simulation
+from paceline.federated.simulate.images import ImageData, read_images
+from paceline.federated.simulate.splits import dirichlet_split
+from paceline.federated.simulate.world import World
+from paceline.federated.strategies import make_strategy
+from paceline.report.federation.model import FederationReport, FederationRun
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.federated.config import FederationConfig
+    from paceline.federated.pay import PaidRounds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CurvePoint(Record):
+    """One evaluation: simulated seconds, model version, accuracy."""
+
+    at_s: float
+    round: int
+    accuracy: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FederationResult(Record):
+    """What one strategy came to with one seed.
+
+    Attributes:
+        strategy: its name.
+        seed: of the clients and of the strategy.
+        to_target_s: simulated seconds to the accuracy that was asked for; None: never.
+        final, worst_class: accuracy in the end, in all and of the poorest class.
+        rounds, seconds: that were simulated.
+        fairness: Jain's index of the updates of each client that were used.
+        never_used: share of clients without one.
+        never_online: share of clients that were offline all the time.
+        waste: share of the clients' seconds that was thrown away.
+        sent_bytes: to and from all clients.
+        alarms: of the monitor.
+        curve: evaluations, oldest first.
+        returned: used updates of each client.
+    """
+
+    strategy: str
+    seed: int
+    to_target_s: float | None
+    final: float
+    worst_class: float
+    rounds: int
+    seconds: float
+    fairness: float
+    never_used: float
+    never_online: float
+    waste: float
+    sent_bytes: int
+    alarms: tuple[str, ...] = ()
+    curve: tuple[CurvePoint, ...] = ()
+    returned: tuple[int, ...] = ()
+
+
+def read_data(config: FederationConfig) -> tuple[ImageData, list[float]]:
+    """Return the images, and the scores of devices.
+
+    Raises:
+        NotFound, ConfigError, Missing: a file is missing or of another format.
+    """
+    data = read_images(config.data.folder)
+    if config.data.test_samples:
+        count = config.data.test_samples
+        data = data._replace(
+            test_images=data.test_images[:count], test_labels=data.test_labels[:count]
+        )
+    return data, _read_scores(config.scores)
+
+
+def _read_scores(path: str) -> list[float]:
+    if not path:
+        return []
+    try:
+        rows = json.loads(read_text(Path(path)))
+        scores = [float(row["cpu_f_score"]) for row in rows if row.get("cpu_f_score")]
+    except (ValueError, AttributeError, TypeError) as problem:
+        raise ConfigError(
+            "a file of scores is not a JSON list of objects", where=path, why=str(problem)
+        ) from problem
+    if not scores:
+        raise ConfigError("a file of scores has no cpu_f_score", where=path)
+    return scores
+
+
+def simulate(
+    config: FederationConfig,
+    data: ImageData,
+    scores: Sequence[float],
+    strategy: str,
+    seed: int,
+    *,
+    pay: PaidRounds | None = None,
+) -> FederationResult:
+    """Return what a strategy comes to; the same arguments bring the same result.
+
+    Args:
+        config: of the federation; its strategy and seed do not count here.
+        data: that clients share out.
+        scores: of devices.
+        strategy: its name.
+        seed: of everything that is drawn.
+        pay: pays clients; None: nobody is paid.
+    """
+    split = make_generator(seed, "split")
+    parts = dirichlet_split(
+        data.labels, config.clients, config.data.alpha, split, most=config.data.most_samples
+    )
+    world = World.make(config.clients, config.devices, make_generator(seed, "world"), scores)
+    if config.data.slow_classes:
+        slow = np.isin(data.labels, config.data.slow_classes)
+        world.order_by(np.array([slow[part].mean() for part in parts]))
+    chosen = make_strategy(strategy, config.cohort, config.goals)
+    simulation = Simulation(data, parts, world, chosen, work=config.work, seed=seed, pay=pay)
+    outcome = simulation.run(config.budget_s, config.rounds)
+    return _result(outcome, strategy, seed, config.target)
+
+
+def _result(outcome: Outcome, strategy: str, seed: int, target: float) -> FederationResult:
+    monitor = outcome.monitor
+    return FederationResult(
+        strategy=strategy,
+        seed=seed,
+        to_target_s=monitor.seconds_to(target),
+        final=monitor.final if monitor.evaluations else 0.0,
+        worst_class=monitor.worst_class if monitor.evaluations else 0.0,
+        rounds=outcome.rounds,
+        seconds=outcome.seconds,
+        fairness=outcome.fairness,
+        never_used=outcome.never_used,
+        never_online=outcome.never_online,
+        waste=outcome.waste,
+        sent_bytes=outcome.sent_bytes,
+        alarms=outcome.alarms,
+        curve=tuple(
+            CurvePoint(at_s=e.at_s, round=e.round, accuracy=e.accuracy) for e in monitor.evaluations
+        ),
+        returned=tuple(int(count) for count in outcome.returned),
+    )
+
+
+def to_report(
+    title: str, config: FederationConfig, results: Sequence[FederationResult]
+) -> FederationReport:
+    """Return the report of some results.
+
+    Args:
+        title: of the page.
+        config: that all of them have in common.
+        results: at least one.
+    """
+    data = config.data.folder or "the digits of scikit-learn"
+    slow = (
+        f", classes {config.data.slow_classes} on slow devices" if config.data.slow_classes else ""
+    )
+    return FederationReport(
+        title=title,
+        summary=f"{config.clients} clients, {config.devices.kind}, with {data}, divided by a "
+        f"Dirichlet distribution of {config.data.alpha:g}{slow}; cohorts of {config.cohort}.",
+        target=config.target,
+        budget_s=config.budget_s,
+        runs=tuple(
+            FederationRun(
+                strategy=result.strategy,
+                seed=result.seed,
+                to_target_s=result.to_target_s,
+                final=result.final,
+                worst_class=result.worst_class,
+                fairness=result.fairness,
+                never_used=result.never_used,
+                never_online=result.never_online,
+                waste=result.waste,
+                sent_bytes=result.sent_bytes,
+                at_s=np.array([point.at_s for point in result.curve]),
+                accuracy=np.array([point.accuracy for point in result.curve]),
+                returned=np.array(result.returned),
+                alarms=result.alarms,
+            )
+            for result in results
+        ),
+    )

@@ -1,0 +1,77 @@
+"""Accuracy over simulated time, and how evenly clients took part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.report.page import svg
+from paceline.report.page.chart import FIELD, Chart, vertical_scale
+
+if TYPE_CHECKING:
+    from paceline.report.federation.model import FederationReport
+    from paceline.report.page.svg import Point
+
+_HEIGHT_PX = 260.0
+_STYLES = 12  # of lines; see page.css
+
+
+def accuracy_over_time(report: FederationReport) -> Chart:
+    """Return the accuracy of the global model over simulated time; a line for each seed."""
+    end_s = max((float(run.at_s[-1]) for run in report.runs if run.at_s.size), default=1.0)
+    marks, labels = vertical_scale(1.0, 5, _HEIGHT_PX, "accuracy", ".1f")
+    y = _HEIGHT_PX * (1 - report.target)
+    marks.append(svg.line(0, y, FIELD, y, "line bound"))
+    for index, runs in enumerate(report.by_strategy.values()):
+        for run in runs:
+            x = run.at_s / end_s * FIELD
+            marks.append(svg.polyline(_points(x, run.accuracy), _line(index)))
+    return Chart(
+        name="accuracy",
+        title="Accuracy over simulated time",
+        description="The accuracy of the global model at each evaluation, for each strategy.",
+        unit="h",
+        end=end_s / 3600,
+        height_px=_HEIGHT_PX,
+        marks=marks,
+        labels=labels,
+        legend=[*_legend(report), (_sample("line bound"), "target")],
+    )
+
+
+def participation(report: FederationReport) -> Chart:
+    """Return the used updates of each client, in ascending order; of the first seed."""
+    first = {name: runs[0].returned for name, runs in report.by_strategy.items()}
+    top = max(1.0, *(float(np.max(counts)) for counts in first.values()))
+    marks, labels = vertical_scale(top, 5, _HEIGHT_PX, "used updates", ",.0f")
+    for index, counts in enumerate(first.values()):
+        x = np.linspace(0, FIELD, counts.size) if counts.size > 1 else np.array([0.0])
+        marks.append(svg.polyline(_points(x, np.sort(counts) / top), _line(index)))
+    return Chart(
+        name="participation",
+        title="Used updates by client",
+        description="How many updates of a client were used, for each share of the clients.",
+        unit="percent of clients",
+        end=100.0,
+        height_px=_HEIGHT_PX,
+        marks=marks,
+        labels=labels,
+        legend=_legend(report),
+    )
+
+
+def _points(x: np.ndarray, share: np.ndarray) -> list[Point]:
+    return list(zip(x.tolist(), (_HEIGHT_PX * (1 - share)).tolist(), strict=True))
+
+
+def _line(index: int) -> str:
+    return f"line policy-{index % _STYLES}"
+
+
+def _sample(style: str) -> str:
+    return svg.swatch([svg.line(0, 6, 28, 6, style)], 28)
+
+
+def _legend(report: FederationReport) -> list[tuple[str, str]]:
+    return [(_sample(_line(index)), name) for index, name in enumerate(report.by_strategy)]

@@ -1,0 +1,101 @@
+"""`paceline fed simulate`: real training of simulated clients, compared side by side."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from paceline.federated.config import FederationConfig
+from paceline.federated.study import read_data, simulate
+
+CONFIG = """
+clients = 20
+cohort = 4
+rounds = 30
+budget_s = 4000.0
+target = 0.7
+[data]
+alpha = 0.5
+[work]
+learning_rate = 0.05
+epochs = 2.0
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("fed") / "federation.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def fed(*args):
+    command = [sys.executable, "-m", "paceline", "fed", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_strategies_side_by_side(config):
+    done = fed("simulate", config, "--strategy", "all", "--json")
+    assert done.returncode == 0, done.stderr
+    results = {r["strategy"]: r for r in json.loads(done.stdout)["results"]}
+    assert len(results) == 7
+    for name, result in results.items():
+        assert result["final"] > 0.5, name  # of ten classes: it has learnt
+        assert sum(result["returned"]) >= result["rounds"]
+        assert 0 <= result["waste"] < 0.6
+        assert result["curve"] == sorted(result["curve"], key=lambda point: point["at_s"])
+    # Only those who start more clients than they wait for throw work away on purpose.
+    assert results["over-selected"]["waste"] > results["paceline"]["waste"]
+    table = fed("simulate", config)
+    assert "worst class" in table.stdout
+    assert "paceline, seed 0:" in table.stderr
+
+
+def test_the_same_seed_brings_the_same_result(config):
+    given = FederationConfig.from_toml(config)
+    data, scores = read_data(given)
+    one, again, other = (simulate(given, data, scores, "paceline", s) for s in (3, 3, 4))
+    assert one == again
+    assert one != other
+
+
+def test_wrong_files_are_named(tmp_path, config):
+    unknown = tmp_path / "unknown.toml"
+    unknown.write_text("[devices]\nkind = 'phones'\nspeed = 3\n")
+    for args, message in (
+        (["simulate", tmp_path / "none.toml"], "none.toml"),
+        (["simulate", unknown], "speed"),
+        (["simulate", config, "--strategy", "oortt"], "Did you mean 'oort'"),
+    ):
+        done = fed(*args)
+        assert done.returncode == 2, done.stderr
+        assert message in done.stderr
+    folder = tmp_path / "images"
+    folder.mkdir()
+    (folder / "train-images-idx3-ubyte").write_bytes(b"not an image")
+    images = tmp_path / "images.toml"
+    images.write_text(f"[data]\nfolder = '{folder}'\n")
+    assert "IDX format" in fed("simulate", images).stderr
+
+
+def test_a_run_is_scored_and_paid(tmp_path, config):
+    folder = tmp_path / "run"
+    done = fed("run", config, "--out", folder, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    balances = found["balances"]
+    assert sum(balances.values()) == 0
+    paid = [balances.get(f"client:{number}", 0) for number in range(20)]
+    assert min(paid) >= 0
+    assert sum(amount > 0 for amount in paid) > 10
+    # 100 tokens for each model; a tenth is the infrastructure's.
+    assert balances["infrastructure"] == found["result"]["rounds"] * 10_000_000
+    assert found["result"]["final"] > 0.5
+    assert found["signed"]
+    assert "<h2>Participation" in (folder / "report.html").read_text()
+    verified = fed("ledger", "verify", folder / "ledger.db", "--receipts")
+    assert verified.returncode == 0, verified.stderr
+    again = fed("run", config, "--out", folder)
+    assert again.returncode == 2
+    assert "has files" in again.stderr
