@@ -30,6 +30,7 @@ import contextlib
 import functools
 import json
 import os
+import resource
 import select
 import shutil
 import statistics
@@ -316,6 +317,8 @@ def main():
     folder = Path(flags.data[0] if flags.data else HERE.parent / "build" / "bench-data")
     rounds = int(flags.rounds[0]) if flags.rounds else 5 if flags.quick else 21
     report = Report("posix", flags.json)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # the pass-through's are closed late
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     kind = subprocess.run(["stat", "-f", "-c", "%T", HERE], capture_output=True, text=True).stdout
     tell(f"file system of the files: {kind.strip()}")
     report.row(what="file system of the files", kind=kind.strip())
