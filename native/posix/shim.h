@@ -22,7 +22,7 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-#include "pack_files.h"
+#include "paceline/pack_files.h"
 
 /* A function of the C library that programs call in place of the original. */
 #define HOOK __attribute__((visibility("default")))

@@ -112,6 +112,7 @@ NB_MODULE(_native, module) {
   module.def("monotonic_ns", &paceline::monotonic_ns);
   bind_recorder(module);
   paceline::bind_collectives(module);
+  paceline::bind_fuse(module);
   paceline::bind_in_place(module);
   paceline::bind_jpeg(module);
   paceline::bind_pack_reader(module);

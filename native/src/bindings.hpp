@@ -48,6 +48,7 @@ struct GroupError;
 void raise_group_error(const GroupError& error) noexcept;
 
 void bind_collectives(nanobind::module_& module);
+void bind_fuse(nanobind::module_& module);
 void bind_in_place(nanobind::module_& module);
 void bind_jpeg(nanobind::module_& module);
 void bind_node_reader(nanobind::module_& module);

@@ -67,12 +67,14 @@ gather = _native.gather
 jpeg_available = _native.jpeg_available
 lower_bounds = _native.lower_bounds
 monotonic_ns = _native.monotonic_ns
+mount_fuse = _native.mount_fuse
 name_hashes = _native.name_hashes
 redirect_allocations = _native.redirect_allocations
 scatter_add = _native.scatter_add
 sorted_order = _native.sorted_order
 start_writeback = _native.start_writeback
 train_dictionary = _native.train_dictionary
+unmount = _native.unmount
 use_pool = _native.use_pool
 
 NPY_ELEMENTS = -1  # pack_writer.hpp
@@ -87,6 +89,8 @@ __all__ = [
     "FileProblem",
     "FilesRead",
     "FolderListing",
+    "FuseServer",
+    "FuseStats",
     "HostGroup",
     "HostMessage",
     "HostSegment",
@@ -124,6 +128,7 @@ __all__ = [
     "lower_bounds",
     "missing_library",
     "monotonic_ns",
+    "mount_fuse",
     "name_hashes",
     "posix_library",
     "read_files",
@@ -132,6 +137,7 @@ __all__ = [
     "sorted_order",
     "start_writeback",
     "train_dictionary",
+    "unmount",
 ]
 
 
@@ -391,6 +397,36 @@ class TfRecords(_native.TfRecords):
     def next(self, count: int) -> TfRecordBlock:
         """Return at most `count` records."""
         return TfRecordBlock(*super().next(count))
+
+
+# Mounts by FUSE (fuse_server.hpp)
+
+
+class FuseStats(NamedTuple):
+    """What a mount served so far."""
+
+    requests: int
+    reads: int  # of them
+    bytes: int  # of files
+    errors: int
+
+
+class FuseServer(_native.FuseServer):
+    """Serves a pack to the kernel from threads of its own.
+
+    Args:
+        place: the pack's folder, or the index of data in place.
+
+    Raises:
+        PacelineError: as opening the pack does.
+    """
+
+    def __init__(self, place: str) -> None:
+        super().__init__(os.fsencode(place))
+
+    def stats(self) -> FuseStats:
+        """Return what was served so far."""
+        return FuseStats(*super().stats())
 
 
 # Packing (pack_writer.hpp). Names come as two arrays: where each begins (one offset more than

@@ -1,4 +1,4 @@
-"""Libraries under the preloaded library: each probe finds what it finds in the plain tree."""
+"""Libraries in a mount, by library or kernel: each probe finds what it finds in the tree."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mounts import Twins
+from mounts import WAYS, twins_by
 
 SCRIPT = Path(__file__).parent / "scripts" / "posix_probes.py"
 PROBES = (
@@ -28,19 +28,22 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module", params=["plain", "compressed"])
-def results(tmp_path_factory, request):
-    """What all probes find in the tree, and in the mount."""
-    twins = Twins(tmp_path_factory.mktemp(f"probes-{request.param}"))
+def make(twins):
     twins.plain.mkdir()
     made = twins.run([sys.executable, SCRIPT, "make", "data"], is_mounted=False)
     assert made.returncode == 0, made.stderr
-    twins.make_pack(**({"codec": "zstd"} if request.param == "compressed" else {}))
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def results(tmp_path_factory, request):
+    """What all probes find in the tree, and in the mount."""
     found = []
-    for is_mounted in (False, True):
-        done = twins.run([sys.executable, SCRIPT, "read", "data"], is_mounted=is_mounted)
-        assert done.returncode == 0, done.stderr.decode()
-        found.append(json.loads(done.stdout))
+    top = tmp_path_factory.mktemp(f"probes-{request.param}")
+    with twins_by(request.param, top, make) as twins:
+        for is_mounted in (False, True):
+            done = twins.run([sys.executable, SCRIPT, "read", "data"], is_mounted=is_mounted)
+            assert done.returncode == 0, done.stderr.decode()
+            found.append(json.loads(done.stdout))
     return found
 
 

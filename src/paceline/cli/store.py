@@ -1,4 +1,4 @@
-"""``paceline store``: inspect packs, extract samples, verify packs, repair packs; exec."""
+"""``paceline store``: inspect packs, extract samples, verify packs, repair packs; exec, mount."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.store_exec import exec_program
+from paceline.cli.store_mount import mount_pack, unmount_pack
 from paceline.report.units import format_bytes, format_rate, plural
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ def store() -> None:
 
 
 store.add_command(exec_program)
+store.add_command(mount_pack)
+store.add_command(unmount_pack)
 
 
 @store.command(epilog="Example: paceline store stat train.pack cats/0001.jpg")

@@ -39,8 +39,8 @@ def exec_program(
 ) -> None:
     """Run PROGRAM with ARGS; it sees packs as folders of files that cannot be written.
 
-    Programs that it starts see them too. Exits as PROGRAM does. Static and setuid programs cannot
-    see a mount (docs/guides/posix.md).
+    Programs that it starts see them too. Exits as PROGRAM does. Static and setuid programs
+    cannot: paceline store mount is for them (docs/guides/posix.md).
     """
     from paceline.core.config import environment
     from paceline.store.posix.mounts import parse_mounts, variables

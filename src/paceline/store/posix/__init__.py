@@ -1,1 +1,1 @@
-"""Gives unchanged programs a pack as folders and files, by a library that is loaded into them."""
+"""Gives unchanged programs a pack as folders and files: by a library in them, or by the kernel."""

@@ -17,7 +17,10 @@ from paceline.core.errors import NotFound, UsageError
 _ELF = b"\x7fELF"
 _INTERPRETER = 3  # PT_INTERP of a program header: the loader's path
 _HEAD_BYTES = 4096
-_FIX = "Mount the pack by FUSE for it: paceline store mount; or extract it: paceline store extract"
+_FIX = (
+    "Mount the pack by FUSE: paceline store mount PACK:/path -- PROGRAM; "
+    "or extract it: paceline store extract"
+)
 
 
 def find_program(name: str) -> str:

@@ -1,9 +1,10 @@
-// The files and folders of a pack for the shim: calls of the core, its errors turned into errnos.
-#include "pack_files.h"
+// The files and folders of a pack: calls of the reader, its errors turned into errnos.
+#include "paceline/pack_files.h"
 
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <climits>
 #include <cstdlib>
@@ -86,21 +87,43 @@ Contents contents(const PackIndex& index, std::uint64_t folder) {
   return {folder, index.folder_end(folder - 1), first, end};
 }
 
-// Calls `found` with each direct entry of a folder: its folders, then its samples.
+// Calls `found` with each direct entry of a folder behind `after`: its folders, then its samples, as long
+// as it returns true. An entry of another folder has nothing behind it.
 template <class Found>
-void each_entry(const PackIndex& index, std::uint64_t folder, bool with_samples, Found&& found) {
+void each_entry(const PackIndex& index, std::uint64_t folder, bool with_samples, PackEntry after,
+                Found&& found) {
   const Contents inside = contents(index, folder);
-  for (std::uint64_t i = inside.first_folder; i < inside.folders_end; i = index.folder_end(i)) {
-    found(PackEntry{PACK_FOLDER, i + 1});
+  if (after.kind != PACK_FILE) {
+    std::uint64_t i = inside.first_folder;
+    if (after.kind == PACK_FOLDER) {
+      if (after.number <= i || after.number > inside.folders_end) return;
+      i = index.folder_end(after.number - 1);
+    }
+    for (; i < inside.folders_end; i = index.folder_end(i)) {
+      if (!found(PackEntry{PACK_FOLDER, i + 1})) return;
+    }
   }
   if (!with_samples) return;
-  std::uint64_t sample = inside.first_sample;
+  std::uint64_t sample = after.kind == PACK_FILE ? after.number + 1 : inside.first_sample;
+  if (sample < inside.first_sample) return;
   for (std::uint64_t i = inside.first_folder; i < inside.folders_end; i = index.folder_end(i)) {
     const auto [first, end] = index.folder_samples(i);
-    for (; sample < first; ++sample) found(PackEntry{PACK_FILE, sample});
-    sample = end;
+    for (; sample < first; ++sample) {
+      if (!found(PackEntry{PACK_FILE, sample})) return;
+    }
+    sample = std::max(sample, end);
   }
-  for (; sample < inside.samples_end; ++sample) found(PackEntry{PACK_FILE, sample});
+  for (; sample < inside.samples_end; ++sample) {
+    if (!found(PackEntry{PACK_FILE, sample})) return;
+  }
+}
+
+template <class Found>
+void each_entry(const PackIndex& index, std::uint64_t folder, bool with_samples, Found&& found) {
+  each_entry(index, folder, with_samples, {}, [&](PackEntry entry) {
+    found(entry);
+    return true;
+  });
 }
 
 std::uint64_t inode(const PackIndex& index, PackEntry entry) {
@@ -144,6 +167,10 @@ int find(const PackIndex& index, std::string_view name, PackEntry& entry) {
 
 }  // namespace
 
+paceline::PackFilesOwner paceline::open_pack_files(const std::string& place) {
+  return PackFilesOwner(new PackFiles(place.c_str()));
+}
+
 PackFiles* pack_files_open(const char* place) {
   try {
     return new PackFiles(place);
@@ -152,6 +179,8 @@ PackFiles* pack_files_open(const char* place) {
     return nullptr;
   }
 }
+
+void pack_files_close(PackFiles* pack) { delete pack; }
 
 int pack_files_find(PackFiles* pack, const char* name, size_t length, PackEntry* entry,
                     PackStatus* status) {
@@ -163,6 +192,21 @@ int pack_files_find(PackFiles* pack, const char* name, size_t length, PackEntry*
     });
     return static_cast<int>(problem);
   });
+}
+
+int pack_files_status(PackFiles* pack, PackEntry entry, PackStatus* status) {
+  return translated(pack, [&] {
+    pack->reader.index().read([&] { *status = status_of(*pack, entry); });
+    return 0;
+  });
+}
+
+PackEntry pack_files_entry(PackFiles* pack, uint64_t inode) {
+  const PackIndex& index = pack->reader.index();
+  if (inode >= 1 && inode <= 1 + index.folder_count()) return {PACK_FOLDER, inode - 1};
+  const std::uint64_t sample = inode - 2 - index.folder_count();
+  if (inode < 1 || sample >= index.sample_count()) return {};
+  return {PACK_FILE, sample};
 }
 
 int pack_files_name(PackFiles* pack, PackEntry entry, char* name, size_t* length) {
@@ -182,7 +226,7 @@ int pack_files_name(PackFiles* pack, PackEntry entry, char* name, size_t* length
         return;
       }
       *length = found.size();
-      std::memcpy(name, found.data(), found.size());
+      if (!found.empty()) std::memcpy(name, found.data(), found.size());
     });
     return static_cast<int>(problem);
   });
@@ -212,6 +256,28 @@ int pack_files_list(PackFiles* pack, uint64_t folder, PackEntry** entries, size_
     *entries = nullptr;
   }
   return problem;
+}
+
+int pack_files_each(PackFiles* pack, uint64_t folder, PackEntry after, PackFound found, void* state) {
+  return translated(pack, [&] {
+    const PackIndex& index = pack->reader.index();
+    index.read([&] {
+      each_entry(index, folder, true, after, [&](PackEntry entry) {
+        const bool is_file = entry.kind == PACK_FILE;
+        std::string_view name = is_file ? index.name(entry.number) : index.folder(entry.number - 1);
+        name.remove_prefix(name.rfind('/') + 1);  // npos + 1 is 0
+        PackStatus status{};
+        bool is_known = true;
+        try {
+          status = status_of(*pack, entry);
+        } catch (const PackError&) {
+          is_known = false;
+        }
+        return found(state, entry, name.data(), name.size(), is_known ? &status : nullptr);
+      });
+    });
+    return 0;
+  });
 }
 
 uint64_t pack_files_inode(PackFiles* pack, PackEntry entry) {

@@ -1,8 +1,9 @@
-/* What the shim needs of the core: the files and folders of a pack, by name. Plain C; no exception and
-   no C++ type crosses it. All functions are thread-safe, and safe to use in a forked child.
+/* The files and folders of a pack, as the shim (native/posix) and the mount by FUSE (fuse_replies.hpp)
+   show them to programs. Plain C for the shim; no exception and no C++ type crosses it. All functions are thread-safe, and safe to use in a forked child.
    Functions return 0 or an errno. EIO is explained in one line on stderr, with the file's name. */
 #pragma once
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -31,6 +32,7 @@ typedef struct {
 
 /* Opens the pack in the folder `place`, or an index of data in place. NULL after a line on stderr. */
 PackFiles* pack_files_open(const char* place);
+void pack_files_close(PackFiles* pack);
 /* Finds what a path relative to the pack's top names; "" is the top. Returns 0, ENOENT, ENOTDIR
    or EIO. `status` may be NULL. */
 int pack_files_find(PackFiles* pack, const char* name, size_t length, PackEntry* entry,
@@ -39,7 +41,17 @@ int pack_files_find(PackFiles* pack, const char* name, size_t length, PackEntry*
 int pack_files_name(PackFiles* pack, PackEntry entry, char* name, size_t* length);
 /* Makes a list of the entries of a folder, which the caller frees. */
 int pack_files_list(PackFiles* pack, uint64_t folder, PackEntry** entries, size_t* count);
+/* Called with a direct entry of a folder: the last component of its name, valid during the call, and its
+   status, or NULL if the index is damaged there. Returns whether to go on. Must not allocate. */
+typedef bool (*PackFound)(void* state, PackEntry entry, const char* name, size_t length,
+                          const PackStatus* status);
+/* Calls `found` for the direct entries of a folder behind `after`, which is one of them, or has the kind
+   0 for all: folders, then files, in the order of pack_files_list. */
+int pack_files_each(PackFiles* pack, uint64_t folder, PackEntry after, PackFound found, void* state);
 uint64_t pack_files_inode(PackFiles* pack, PackEntry entry);
+/* The entry with this inode; of the kind 0 if there is none. */
+PackEntry pack_files_entry(PackFiles* pack, uint64_t inode);
+int pack_files_status(PackFiles* pack, PackEntry entry, PackStatus* status);
 /* Reads a whole sample, verified, into `target` of the sample's size. */
 int pack_files_read(PackFiles* pack, uint64_t sample, void* target);
 /* The same of a sample that is stored as it is, in one extent; ENOTSUP of others, which are decoded in memory
@@ -53,4 +65,19 @@ int pack_files_copy(void* target, const void* view, size_t size);
 
 #ifdef __cplusplus
 }
+
+#include <memory>
+#include <string>
+
+namespace paceline {
+
+struct ClosePackFiles {
+  void operator()(PackFiles* pack) const noexcept { pack_files_close(pack); }
+};
+using PackFilesOwner = std::unique_ptr<PackFiles, ClosePackFiles>;
+
+// As pack_files_open; throws PackError.
+PackFilesOwner open_pack_files(const std::string& place);
+
+}  // namespace paceline
 #endif
