@@ -74,6 +74,14 @@ VALUES = {
         "rank_of": (0,),
         "actions": ((PipelineAction("forward", 0, 0), PipelineAction("backward", 0, 0)),),
     },
+    "Goals": {
+        "fast": 1.5,
+        "resource_fair": 2.5,
+        "accuracy_fair": 3.5,
+        "quality": 4.5,
+        "floor": 0.5,
+        "ceiling": 1.5,
+    },
 }
 # Classes that share their name with another one.
 NAMES = {("paceline.store.care.repair", "Finding"): "RepairFinding"}
