@@ -51,6 +51,21 @@ def test_a_node_that_leaves_or_joins_moves_little_more_than_its_share(count, rep
     assert moved <= 2.5 * share + 8  # without a bound on the load: exactly the share
 
 
+@given(nodes=NODES, shards=st.integers(1, 60), replicas=st.integers(1, 3), data=st.data())
+def test_shards_that_are_everywhere_take_no_room_from_the_others(nodes, shards, replicas, data):
+    everywhere = frozenset(data.draw(st.sets(st.integers(0, shards - 1))))
+    placement = place(nodes, shards, replicas, everywhere)
+    for shard in range(shards):
+        owners = placement.owners_of(shard)
+        assert len(set(owners)) == len(owners)
+        assert len(owners) == (len(nodes) if shard in everywhere else min(replicas, len(nodes)))
+        assert all(shard in placement.shards_of(node) for node in owners)
+    copies = min(replicas, len(nodes))
+    most = math.ceil((shards - len(everywhere)) * copies / len(nodes) * 1.05) + copies - 1
+    spread = [set(placement.shards_of(node).tolist()) - everywhere for node in nodes]
+    assert all(len(own) <= most for own in spread)
+
+
 def test_a_data_set_that_nearly_fills_the_nodes_fits():
     placement = place([f"node{k}" for k in range(8)], 1820, 1)  # 455 GB in shards of 256 MB
     most = max(len(placement.shards_of(node)) for node in placement.nodes)
@@ -90,7 +105,7 @@ class Cluster:
             staging.want(action for action in actions if isinstance(action, CopyShard))
             for stage in staging.start(membership.placement, self.now_s):
                 if stage.peer in self.down:
-                    staging.failed(stage)
+                    staging.failed(stage, self.now_s)
                     continue
                 if not stage.peer:
                     self.source_reads.append(stage.shard)
@@ -211,7 +226,36 @@ def test_no_other_cache_misses_less(uses, size):
 def test_prefetching_follows_the_order_of_use_within_the_bound(uses, sizes, capacity, ahead):
     future = Future(np.array(uses, np.int64))
     cache = ShardCache(capacity_bytes=capacity, shard_bytes=sizes, future=future)
-    fetched = [shard for shard, _ in cache.prefetch(0, ahead)]
+    fetched = []
+    for shard, evicted in cache.prefetch(0, ahead):
+        assert cache.used_bytes <= capacity
+        assert not set(evicted) & set(fetched)
+        fetched.append(shard)
     assert fetched == list(dict.fromkeys(uses[:ahead]))[: len(fetched)]
     assert cache.used_bytes <= capacity
     assert set(fetched) == cache.cached  # nothing that is used sooner was evicted again
+
+
+def test_a_copy_that_fails_again_and_again_is_tried_ever_more_rarely():
+    staging = Staging(self_name="a", shard_bytes=[1], retry_s=1.0)
+    placement = place(["a"], 1, 1)
+    tried = []
+    for now_s in range(200):
+        staging.want([CopyShard(shard=0, holders=())])
+        for stage in staging.start(placement, now_s):
+            tried.append(now_s)
+            staging.failed(stage, now_s)
+    assert tried == [0, 1, 3, 7, 15, 31, 63, 123, 183]  # twice as long, at most a minute
+
+
+def test_what_a_reader_asks_for_is_copied_first():
+    staging = Staging(self_name="a", shard_bytes=[1] * 5, at_once=1)
+    placement = place(["a"], 5, 1)
+    staging.want(CopyShard(shard=shard, holders=()) for shard in range(5))
+    order = []
+    for asked in (3, 1, 1, 9, 0):  # 9 is not wanted here
+        staging.ask(asked)
+        (stage,) = staging.start(placement, 0.0)
+        staging.done(stage.shard)
+        order.append(stage.shard)
+    assert order == [3, 1, 0, 2, 4]

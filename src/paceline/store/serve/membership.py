@@ -77,6 +77,9 @@ class Membership:
         shard_count: of the pack.
         replicas: copies of each shard.
         grace_s: silence after which a node is lost.
+        everywhere: shards that all nodes hold.
+        start_s: silence after which a node that was never heard is lost, if that is longer: nodes
+            of a job do not start at the same time.
     """
 
     self_name: str
@@ -84,6 +87,8 @@ class Membership:
     shard_count: int
     replicas: int
     grace_s: float = 10.0
+    everywhere: frozenset[int] = frozenset()
+    start_s: float = 0.0
     held: set[int] = field(default_factory=set)  # by this node; the shell keeps it up to date
     _peers: dict[str, _Peer] = field(init=False)
     _placement: NodePlacement = field(init=False)
@@ -101,6 +106,10 @@ class Membership:
         """Return the other nodes that are not lost."""
         return [name for name, peer in self._peers.items() if not peer.is_lost]
 
+    def heard(self) -> list[str]:
+        """Return the other nodes that have answered and are not lost."""
+        return [name for name, peer in self._peers.items() if peer.was_heard and not peer.is_lost]
+
     def is_silent(self, node: str) -> bool:
         """Return whether a node did not answer when it was last asked."""
         return self._peers[node].silent_since_s is not None
@@ -117,6 +126,14 @@ class Membership:
         holding = [name for name in known if shard in self._peers[name].held]
         unheard = [name for name in known if name in owners and not self._peers[name].was_heard]
         return sorted([*holding, *unheard], key=self.is_silent)
+
+    def is_lost(self, node: str) -> bool:
+        """Return whether a node was silent for too long."""
+        return self._peers[node].is_lost
+
+    def owners(self, shard: int) -> list[str]:
+        """Return the other nodes that a shard is placed on, the first owner first."""
+        return [name for name in self._placement.owners_of(shard) if name in self._peers]
 
     def holds_all(self, node: str) -> bool:
         """Return whether a node said that it holds every shard."""
@@ -139,10 +156,16 @@ class Membership:
                 peer.silent_since_s = now_s
         for peer in self._peers.values():
             since_s = peer.silent_since_s
-            if since_s is not None and now_s - since_s >= self.grace_s:
+            grace_s = self.grace_s if peer.was_heard else max(self.grace_s, self.start_s)
+            if since_s is not None and now_s - since_s >= grace_s:
                 peer.is_lost, peer.held = True, frozenset()
         self._placement = self._place()
         return self._actions() if self.self_name else []
+
+    def note_held(self, node: str, shard: int) -> None:
+        """Take note that a node sent bytes of a shard."""
+        peer = self._peers[node]
+        peer.held, peer.was_heard = peer.held | {shard}, True
 
     def forget(self, node: str, shard: int) -> None:
         """Take note that a node said it does not hold a shard."""
@@ -156,7 +179,7 @@ class Membership:
             names = set(self._peers)
         if hasattr(self, "_placement") and names == set(self._placement.nodes):
             return self._placement
-        return place(names, self.shard_count, self.replicas)
+        return place(names, self.shard_count, self.replicas, self.everywhere)
 
     def _actions(self) -> list[Action]:
         mine = set(self._placement.shards_of(self.self_name).tolist())

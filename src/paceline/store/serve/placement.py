@@ -38,23 +38,35 @@ class NodePlacement:
     Attributes:
         nodes: names, sorted.
         owners: shape (shards, copies): for each shard indices into `nodes`, the first owner first.
+        everywhere: shards that the other nodes hold as well.
     """
 
     nodes: tuple[str, ...]
     owners: NDArray[np.int32]
+    everywhere: frozenset[int] = frozenset()
 
     def owners_of(self, shard: int) -> tuple[str, ...]:
         """Return the names of the nodes that hold a shard, the first owner first."""
-        return tuple(self.nodes[node] for node in self.owners[shard])
+        first = tuple(self.nodes[node] for node in self.owners[shard])
+        if shard not in self.everywhere:
+            return first
+        return (*first, *(name for name in self.nodes if name not in first))
 
     def shards_of(self, node: str) -> NDArray[np.int64]:
         """Return the shards that a node holds, ascending; none of a node that is not placed on."""
         if node not in self.nodes:
             return np.empty(0, np.int64)
-        return np.flatnonzero((self.owners == self.nodes.index(node)).any(axis=1))
+        is_here = (self.owners == self.nodes.index(node)).any(axis=1)
+        is_here[list(self.everywhere)] = True
+        return np.flatnonzero(is_here)
 
 
-def place(nodes: Collection[str], shard_count: int, replicas: int) -> NodePlacement:
+def place(
+    nodes: Collection[str],
+    shard_count: int,
+    replicas: int,
+    everywhere: frozenset[int] = frozenset(),
+) -> NodePlacement:
     """Return where the shards of a pack lie.
 
     With fewer nodes than `replicas`, each node holds each shard.
@@ -63,6 +75,7 @@ def place(nodes: Collection[str], shard_count: int, replicas: int) -> NodePlacem
         nodes: names, in any order.
         shard_count: of the pack.
         replicas: copies of each shard.
+        everywhere: shards that all nodes hold; the others are spread as if these were not there.
 
     Raises:
         UsageError: there is no node, or two of one name, or `replicas` is below 1.
@@ -77,17 +90,21 @@ def place(nodes: Collection[str], shard_count: int, replicas: int) -> NodePlacem
         )
     copies = min(replicas, len(names))
     ranking = _ranking(names, shard_count)
-    room = np.full(len(names), _most_shards(shard_count, copies, len(names)))
+    spread = shard_count - len(everywhere)
+    room = np.full(len(names), _most_shards(spread, copies, len(names)))
     owners = np.empty((shard_count, copies), np.int32)
     for shard in range(shard_count):
         order = ranking[shard]
+        if shard in everywhere:
+            owners[shard] = order[:copies]
+            continue
         chosen = order[room[order] > 0][:copies]
         if chosen.size < copies:  # the only room left is on nodes that have the shard already
             others = order[~np.isin(order, chosen)]
             chosen = np.concatenate([chosen, others[: copies - chosen.size]])
         owners[shard] = chosen
         room[chosen] -= 1
-    return NodePlacement(nodes=names, owners=owners)
+    return NodePlacement(nodes=names, owners=owners, everywhere=everywhere)
 
 
 def _most_shards(shard_count: int, copies: int, node_count: int) -> int:
