@@ -75,13 +75,15 @@ class RemoteBatch:
             is_here = cache.fetch(self._plan, self._left, self._out) == GOOD
             nodes.tiers.cached += int(self._plan.stored_lengths[self._left[is_here]].sum())
             self._left = self._left[~is_here]
+        at_once = source is None  # else nodes are asked for a shard every few seconds only
         while self._left.size:
             groups, hopeless = self._groups(nodes)
             if hopeless.size:
-                if self._seek(nodes, hopeless, at_once=source is None):
+                if self._seek(nodes, hopeless, at_once=at_once):
                     continue
                 if waits():
                     self._sought.clear()
+                    at_once = True
                     continue
                 self._read_source(nodes, source, hopeless)
             if not groups:

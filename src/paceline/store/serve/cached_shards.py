@@ -136,6 +136,8 @@ class CachedShards:
 
     def note_read(self, count: int) -> None:
         """Take note that so many samples of the order were read."""
+        if self._process != os.getpid():
+            return
         with self._condition:
             self._read = min(self._read + count, self._announced)
             self._condition.notify_all()
@@ -150,7 +152,10 @@ class CachedShards:
         """
         outcomes = np.full(len(items), MISSING, np.uint8)
         shards, offsets, lengths = plan.shards[items], plan.shard_offsets, plan.stored_lengths
-        for shard in self.shards.intersection(np.unique(shards).tolist()):
+        wanted = set(np.unique(shards).tolist())
+        # A forked child knows only the folder: its lock may be one that was taken at the fork.
+        here = wanted & self.shards if self._process == os.getpid() else wanted
+        for shard in here:
             try:
                 file = os.open(self._shards.path(shard), os.O_RDONLY | os.O_CLOEXEC)
             except OSError:  # still being copied, or evicted

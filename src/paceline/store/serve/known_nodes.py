@@ -54,6 +54,8 @@ class TierBytes:
 class KnownNodes:
     """The nodes, as one client sees them. May be used from many threads at once.
 
+    A forked child may use them as well, and calls `refresh` first, as each read does.
+
     Args:
         links: to the nodes.
         head: of the pack's index, as `PackReader.head`: files of a node are mapped if theirs is it.
@@ -113,6 +115,8 @@ class KnownNodes:
 
     def refresh(self) -> None:
         """Ask for cards where it is due; wait only for nodes that were never asked."""
+        if self._process != os.getpid():  # forked: without the threads, and a lock may be taken
+            self._process, self._lock, self._threads = os.getpid(), threading.Lock(), None
         while self._ask_due():
             pass  # some node may have named another one
 
@@ -187,7 +191,7 @@ class KnownNodes:
                 _LOG.warning("%s; reading from replicas or the source instead", problem)
             self._asked_s[name] = now_s
             self._why_lost[name] = problem.why or problem.what
-            self._members.handle(Silent(node=name), now_s)
+            self._members.note(Silent(node=name), now_s)
 
     def note_missing(self, name: str, shard: int) -> None:
         """Take note that a node does not hold a shard."""
@@ -267,7 +271,7 @@ class KnownNodes:
             return
         now_s = self._clock.now_s()
         with self._lock:
-            self._members.handle(Heard(node=name, held=frozenset(card.held)), now_s)
+            self._members.note(Heard(node=name, held=frozenset(card.held)), now_s)
             self._asked_s[name] = now_s
             self._map_files(name, card)
             self._meet(card.peers)
@@ -317,7 +321,6 @@ class KnownNodes:
 
     def _pool(self) -> ThreadPoolExecutor:
         with self._lock:
-            if self._threads is None or self._process != os.getpid():  # a fork has no threads
+            if self._threads is None:
                 self._threads = ThreadPoolExecutor(_AT_ONCE, "paceline-fetch")
-                self._process = os.getpid()
             return self._threads

@@ -159,9 +159,9 @@ class TcpNodeLink:
         return result
 
     def _take(self) -> PeerLink | None:
+        if self._process != os.getpid():  # forked: the parent's connections; a lock may be taken
+            self._process, self._lock, self._idle = os.getpid(), threading.Lock(), []
         with self._lock:
-            if self._process != os.getpid():  # forked: these connections are the parent's
-                self._process, self._idle = os.getpid(), []
             return self._idle.pop() if self._idle else None
 
     def _keep(self, link: PeerLink) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from paceline.store.read.pack import Pack
 
+_MARKER = ".local-shards"  # of a folder whose shards may be deleted
 _NO_UNNAMED = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)  # open(2), O_TMPFILE
 
 
@@ -54,32 +55,15 @@ class LocalShards:
 
         Raises:
             StorageError: it cannot be written.
-            UsageError: it holds another pack, or another process uses it.
+            UsageError: it holds another pack or other files, or another process uses it.
         """
         fix = "Free space there, or give another folder"
-        with storage_errors("cannot prepare local storage", where=self.folder, fix=fix):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            if try_lock(self._lock) is LockOutcome.HELD:
-                os.close(self._lock)
-                self._lock = -1
-                raise UsageError(
-                    "another process keeps shards in this folder",
-                    where=str(self.folder),
-                    fix="Give each node and each rank a folder of its own, or end that process",
-                )
-            wanted = (self._pack.path / INDEX_NAME).read_bytes()
-            index = self.folder / INDEX_NAME
-            if not index.exists():
-                commit_chunks(index, [wanted])
-            if index.read_bytes() != wanted:
-                raise UsageError(
-                    "local storage holds another pack",
-                    where=str(self.folder),
-                    fix="Give an empty folder, or delete this one",
-                )
-            for path in self.folder.glob(".*.partial"):
-                path.unlink(missing_ok=True)
+        try:
+            with storage_errors("cannot prepare local storage", where=self.folder, fix=fix):
+                self._prepare()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Let other processes use the folder."""
@@ -140,6 +124,38 @@ class LocalShards:
     def remove(self, shard: int) -> None:
         """Delete a shard. Who has its file open can still read it."""
         self.path(shard).unlink(missing_ok=True)
+
+    def _prepare(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if try_lock(self._lock) is LockOutcome.HELD:
+            raise UsageError(
+                "another process keeps shards in this folder",
+                where=str(self.folder),
+                fix="Give each node and each rank a folder of its own, or end that process",
+            )
+        marker = self.folder / _MARKER
+        if not marker.exists():
+            if any(self.folder.iterdir()):
+                raise UsageError(
+                    "will not keep shards in a folder with other files",
+                    where=str(self.folder),
+                    why="shards that are not needed any more are deleted there",
+                    fix="Give a folder that is empty, or not there",
+                )
+            marker.touch()
+        wanted = (self._pack.path / INDEX_NAME).read_bytes()
+        index = self.folder / INDEX_NAME
+        if not index.exists():
+            commit_chunks(index, [wanted])
+        if index.read_bytes() != wanted:
+            raise UsageError(
+                "local storage holds another pack",
+                where=str(self.folder),
+                fix="Give an empty folder, or delete this one",
+            )
+        for path in self.folder.glob(".*.partial"):
+            path.unlink(missing_ok=True)
 
     def _checked(self, shard: int, pieces: Iterable[bytes], origin: str) -> Iterator[bytes]:
         found = hashlib.sha256()

@@ -146,21 +146,28 @@ class Membership:
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Take note of an event; return what this node has to do now."""
-        if isinstance(event, Heard):
+        self.note(event, now_s)
+        return self._actions() if self.self_name else []
+
+    def note(self, event: Event, now_s: float) -> None:
+        """Take note of an event, one of many: what to do is asked for after the last one."""
+        if isinstance(event, TimePassed):
+            changed = [self._lose_if_due(peer, now_s) for peer in self._peers.values()]
+            is_changed = any(changed)
+        elif isinstance(event, Heard):
+            is_changed = event.node not in self._peers or self._peers[event.node].is_lost
             peer = self._peers.setdefault(event.node, _Peer())
             peer.held, peer.silent_since_s = event.held, None
             peer.is_lost, peer.was_heard = False, True
-        elif isinstance(event, Silent) and event.node in self._peers:
+        elif event.node in self._peers:
             peer = self._peers[event.node]
             if peer.silent_since_s is None:
                 peer.silent_since_s = now_s
-        for peer in self._peers.values():
-            since_s = peer.silent_since_s
-            grace_s = self.grace_s if peer.was_heard else max(self.grace_s, self.start_s)
-            if since_s is not None and now_s - since_s >= grace_s:
-                peer.is_lost, peer.held = True, frozenset()
-        self._placement = self._place()
-        return self._actions() if self.self_name else []
+            is_changed = self._lose_if_due(peer, now_s)
+        else:
+            is_changed = False
+        if is_changed:
+            self._placement = self._place()
 
     def note_held(self, node: str, shard: int) -> None:
         """Take note that a node sent bytes of a shard."""
@@ -171,6 +178,15 @@ class Membership:
         """Take note that a node said it does not hold a shard."""
         peer = self._peers[node]
         peer.held, peer.was_heard = peer.held - {shard}, True
+
+    def _lose_if_due(self, peer: _Peer, now_s: float) -> bool:
+        """Give a peer up that was silent for too long; return whether it was still there."""
+        since_s = peer.silent_since_s
+        grace_s = self.grace_s if peer.was_heard else max(self.grace_s, self.start_s)
+        if peer.is_lost or since_s is None or now_s - since_s < grace_s:
+            return False
+        peer.is_lost, peer.held = True, frozenset()
+        return True
 
     def _place(self) -> NodePlacement:
         names = {name for name, peer in self._peers.items() if not peer.is_lost}

@@ -220,14 +220,14 @@ class StoreNode:
 
     def beat(self) -> None:
         """Ask the peers once, and begin what is to be done. Called by one thread at a time."""
-        actions = self.members.handle(TimePassed(), self._clock.now_s())
         names = list(self._links)
         for name, card in zip(names, self._askers.map(self._ask, names), strict=True):
             event: Event = Silent(node=name)
             if card is not None:
                 event = Heard(node=name, held=frozenset(card.held))
                 self.join(card.peers)
-            actions = self.members.handle(event, self._clock.now_s())
+            self.members.note(event, self._clock.now_s())
+        actions = self.members.handle(TimePassed(), self._clock.now_s())
         if self.options.local is not None:
             self._act(actions)
         self.tick()

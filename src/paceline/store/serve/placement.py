@@ -23,10 +23,12 @@ from numpy.typing import NDArray
 from paceline.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
 
 
 _SLACK = 0.05
+_SPARE = 16  # nodes that a shard looks at beyond those that it needs, before it looks at all
+_KEYS_AT_ONCE = 1 << 21
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # splitmix64
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
@@ -89,16 +91,18 @@ def place(
             fix="Give at least one node, each with a name of its own, and at least one replica",
         )
     copies = min(replicas, len(names))
-    ranking = _ranking(names, shard_count)
+    seeds = _seeds(names)
     spread = shard_count - len(everywhere)
     room = np.full(len(names), _most_shards(spread, copies, len(names)))
     owners = np.empty((shard_count, copies), np.int32)
-    for shard in range(shard_count):
-        order = ranking[shard]
+    for shard, order in _rankings(seeds, shard_count, copies + _SPARE):
         if shard in everywhere:
             owners[shard] = order[:copies]
             continue
         chosen = order[room[order] > 0][:copies]
+        if chosen.size < copies:  # all that were looked at are full
+            order = np.argsort(_keys(seeds, shard, shard + 1)[0], kind="stable")
+            chosen = order[room[order] > 0][:copies]
         if chosen.size < copies:  # the only room left is on nodes that have the shard already
             others = order[~np.isin(order, chosen)]
             chosen = np.concatenate([chosen, others[: copies - chosen.size]])
@@ -111,13 +115,36 @@ def _most_shards(shard_count: int, copies: int, node_count: int) -> int:
     return math.ceil(shard_count * copies / node_count * (1 + _SLACK))
 
 
-def _ranking(names: tuple[str, ...], shard_count: int) -> NDArray[np.int64]:
-    """Return for each shard all nodes, in the order in which the shard wants them."""
+def _seeds(names: tuple[str, ...]) -> NDArray[np.uint64]:
     digests = (hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names)
-    seeds = np.array([int.from_bytes(digest, "little") for digest in digests], np.uint64)
+    return np.array([int.from_bytes(digest, "little") for digest in digests], np.uint64)
+
+
+def _rankings(
+    seeds: NDArray[np.uint64], shard_count: int, count: int
+) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Yield each shard with the first `count` nodes, in the order in which the shard wants them.
+
+    Of thousands of nodes a shard wants few: sorting all of them would take most of the time.
+    """
+    at_once = max(1, _KEYS_AT_ONCE // len(seeds))
+    for begin in range(0, shard_count, at_once):
+        keys = _keys(seeds, begin, min(begin + at_once, shard_count))
+        if count >= len(seeds):
+            best = np.argsort(keys, axis=1, kind="stable")
+        else:
+            best = np.argpartition(keys, count, axis=1)[:, :count]
+            order = np.argsort(np.take_along_axis(keys, best, axis=1), axis=1, kind="stable")
+            best = np.take_along_axis(best, order, axis=1)
+        yield from enumerate(best, begin)
+
+
+def _keys(seeds: NDArray[np.uint64], begin: int, end: int) -> NDArray[np.uint64]:
+    """Return by what shards [begin, end) rank the nodes, shape (shards, nodes)."""
     with np.errstate(over="ignore"):
-        keys = seeds[None, :] + _STEP * np.arange(1, shard_count + 1, dtype=np.uint64)[:, None]
+        shards = np.arange(begin + 1, end + 1, dtype=np.uint64)
+        keys = seeds[None, :] + _STEP * shards[:, None]
         keys = (keys ^ (keys >> np.uint64(30))) * _MIX[0]
         keys = (keys ^ (keys >> np.uint64(27))) * _MIX[1]
         keys ^= keys >> np.uint64(31)
-    return np.argsort(keys, axis=1, kind="stable")
+    return keys

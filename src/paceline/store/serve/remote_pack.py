@@ -194,9 +194,9 @@ class RemotePack(Pack):
 
     def close(self) -> None:
         """Close the index, the cache and the connections."""
-        super().close()
         if self._cache is not None:
             self._cache.close()
+        super().close()
         self._nodes.close()
 
     def _waits(self) -> Callable[[], bool]:
