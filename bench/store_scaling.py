@@ -41,8 +41,8 @@ from paceline.store.serve.remote_pack import open_remote
 
 FILE_BYTES = 107_000
 BATCH = 32
-IN_FLIGHT = 2  # batches
-SHARDS_PER_NODE = 8
+IN_FLIGHT = 4  # batches, as LoaderOptions.batches_ahead
+SHARDS_PER_NODE = 64  # 16 GB in shards of 256 MiB
 NETWORKS = {"FDR InfiniBand": 56e9 / 8, "Omni-Path": 100e9 / 8, "10 Gbit/s Ethernet": 10e9 / 8}
 NODES = (2, 4, 16, 64, 512, 4096)
 LOCAL_S = 30e-6  # of a file from a mapping of local storage; store_remote.py, row "mapped"
@@ -87,8 +87,8 @@ def measure(folder, quick):
         server.wait()
 
 
-def members_of(count):
-    """Return the placement of a pack over `count` nodes, and for each shard whom readers ask."""
+def first_owners(count):
+    """Return for each shard of a pack over `count` nodes whom readers ask first."""
     names = [f"node{k:04d}" for k in range(count)]
     shards = SHARDS_PER_NODE * count
     placement = place(names, shards, 1)
@@ -166,7 +166,7 @@ def main():
     efficiency = {}
     for count in NODES[:5] if asked.quick else NODES:
         tell(f"{count} nodes")
-        owners = members_of(count)
+        owners = first_owners(count)
         batches = max(20, min(400, 200_000 // count))
         for network, bytes_per_s in NETWORKS.items():
             service = server_s, client_s

@@ -2,11 +2,13 @@
 
 import itertools
 import math
+from unittest import mock
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.store.serve import placement as placement_module
 from paceline.store.serve.cache import Future, ShardCache
 from paceline.store.serve.membership import (
     CopyShard,
@@ -64,6 +66,14 @@ def test_shards_that_are_everywhere_take_no_room_from_the_others(nodes, shards, 
     most = math.ceil((shards - len(everywhere)) * copies / len(nodes) * 1.05) + copies - 1
     spread = [set(placement.shards_of(node).tolist()) - everywhere for node in nodes]
     assert all(len(own) <= most for own in spread)
+
+
+@given(count=st.integers(17, 60), shards=st.integers(1, 80), replicas=st.integers(1, 3))
+def test_looking_at_few_nodes_places_as_looking_at_all_does(count, shards, replicas):
+    nodes = [f"node{k}" for k in range(count)]
+    few = place(nodes, shards, replicas).owners
+    with mock.patch.object(placement_module, "_SPARE", count):
+        assert (place(nodes, shards, replicas).owners == few).all()
 
 
 def test_a_data_set_that_nearly_fills_the_nodes_fits():

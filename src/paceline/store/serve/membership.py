@@ -8,8 +8,10 @@
 
 A node that stays silent for `grace_s` is lost: its shards are placed on the others, who copy what
 they lack from the replicas, or from the source. When it is heard again, or a new node is heard
-for the first time, it gets its share back. A copy that is no longer placed here is dropped only
-when all owners by placement hold the shard: at no time are there fewer copies than before.
+for the first time, it gets its share back. Nothing is read from the source before all peers were
+heard, or were silent for `grace_s`: one of them may hold it. A copy that is no longer placed here
+is dropped only when all owners by placement hold the shard: at no time are there fewer copies than
+before.
 """
 
 from __future__ import annotations
@@ -147,7 +149,7 @@ class Membership:
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Take note of an event; return what this node has to do now."""
         self.note(event, now_s)
-        return self._actions() if self.self_name else []
+        return self._actions(now_s) if self.self_name else []
 
     def note(self, event: Event, now_s: float) -> None:
         """Take note of an event, one of many: what to do is asked for after the last one."""
@@ -197,16 +199,24 @@ class Membership:
             return self._placement
         return place(names, self.shard_count, self.replicas, self.everywhere)
 
-    def _actions(self) -> list[Action]:
+    def _actions(self, now_s: float) -> list[Action]:
         mine = set(self._placement.shards_of(self.self_name).tolist())
         copies = [
             CopyShard(shard=shard, holders=tuple(self._live_holders(shard)))
             for shard in sorted(mine - self.held)
         ]
+        if any(self._may_hold(peer, now_s) for peer in self._peers.values()):
+            copies = [copy for copy in copies if copy.holders]
         drops = [
             DropShard(shard=shard) for shard in sorted(self.held - mine) if self._owners_hold(shard)
         ]
         return [*copies, *drops]
+
+    def _may_hold(self, peer: _Peer, now_s: float) -> bool:
+        """Return whether a peer was not heard yet, but may be soon, and hold what seems to lack."""
+        since_s = peer.silent_since_s
+        is_silent = since_s is not None and now_s - since_s >= self.grace_s
+        return not peer.was_heard and not is_silent
 
     def _live_holders(self, shard: int) -> list[str]:
         """Return who is known to hold it; until all owners were heard, they may."""

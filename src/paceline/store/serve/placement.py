@@ -143,7 +143,7 @@ def _keys(seeds: NDArray[np.uint64], begin: int, end: int) -> NDArray[np.uint64]
     """Return by what shards [begin, end) rank the nodes, shape (shards, nodes)."""
     with np.errstate(over="ignore"):
         shards = np.arange(begin + 1, end + 1, dtype=np.uint64)
-        keys = seeds[None, :] + _STEP * shards[:, None]
+        keys: NDArray[np.uint64] = seeds[None, :] + _STEP * shards[:, None]
         keys = (keys ^ (keys >> np.uint64(30))) * _MIX[0]
         keys = (keys ^ (keys >> np.uint64(27))) * _MIX[1]
         keys ^= keys >> np.uint64(31)
