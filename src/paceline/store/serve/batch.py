@@ -73,7 +73,7 @@ class RemoteBatch:
         """
         if cache is not None:
             is_here = cache.fetch(self._plan, self._left, self._out) == GOOD
-            nodes.tiers.cached += int(self._plan.stored_lengths[self._left[is_here]].sum())
+            nodes.count(cached=int(self._plan.stored_lengths[self._left[is_here]].sum()))
             self._left = self._left[~is_here]
         at_once = source is None  # else nodes are asked for a shard every few seconds only
         while self._left.size:
@@ -153,7 +153,7 @@ class RemoteBatch:
         for number in np.unique(self._plan.numbers[items]).tolist():
             place = self._out[offsets[number] : offsets[number + 1]]
             opened.read_batch(self._ids[number : number + 1], place)
-            nodes.tiers.source += len(place)
+            nodes.count(source=len(place))
 
     def _nobody_has(self, nodes: KnownNodes, item: int) -> PacelineError:
         shard = int(self._shards[item])

@@ -136,7 +136,7 @@ class KnownNodes:
         left = items if outcomes is None else items[outcomes[items] == MISSING]
         if left.size:
             sent = self._links[node].fetch(plan, left, out, self._wait_s)
-            self.tiers.nodes += int(plan.stored_lengths[left[sent[left] == GOOD]].sum())
+            self.count(nodes=int(plan.stored_lengths[left[sent[left] == GOOD]].sum()))
             outcomes = sent if outcomes is None else np.maximum(outcomes, sent)
         assert outcomes is not None
         return outcomes
@@ -182,6 +182,14 @@ class KnownNodes:
             if node is not None:
                 found[shard] = node
         return found
+
+    def count(self, *, mapped: int = 0, cached: int = 0, nodes: int = 0, source: int = 0) -> None:
+        """Count bytes of samples by the tier that they came from."""
+        with self._lock:
+            self.tiers.mapped += mapped
+            self.tiers.cached += cached
+            self.tiers.nodes += nodes
+            self.tiers.source += source
 
     def note_lost(self, name: str, problem: RankLost) -> None:
         """Take note that a node did not answer."""
@@ -238,7 +246,7 @@ class KnownNodes:
         except (CorruptPack, StorageError) as problem:
             self.drop_mapped(node, problem)
             return None
-        self.tiers.mapped += int(plan.stored_lengths[outcomes == GOOD].sum())
+        self.count(mapped=int(plan.stored_lengths[outcomes == GOOD].sum()))
         return outcomes
 
     def _ask_due(self) -> bool:

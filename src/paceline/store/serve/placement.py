@@ -92,8 +92,8 @@ def place(
         )
     copies = min(replicas, len(names))
     seeds = _seeds(names)
-    spread = shard_count - len(everywhere)
-    room = np.full(len(names), _most_shards(spread, copies, len(names)))
+    left = shard_count - len(everywhere)
+    room = np.full(len(names), _most_shards(left, copies, len(names)))
     owners = np.empty((shard_count, copies), np.int32)
     for shard, order in _rankings(seeds, shard_count, copies + _SPARE):
         if shard in everywhere:
@@ -103,12 +103,34 @@ def place(
         if chosen.size < copies:  # all that were looked at are full
             order = np.argsort(_keys(seeds, shard, shard + 1)[0], kind="stable")
             chosen = order[room[order] > 0][:copies]
-        if chosen.size < copies:  # the only room left is on nodes that have the shard already
-            others = order[~np.isin(order, chosen)]
-            chosen = np.concatenate([chosen, others[: copies - chosen.size]])
+        chosen = _with_roomy_nodes(chosen, room, left)
         owners[shard] = chosen
         room[chosen] -= 1
+        left -= 1
     return NodePlacement(nodes=names, owners=owners, everywhere=everywhere)
+
+
+def _with_roomy_nodes(
+    chosen: NDArray[np.int64], room: NDArray[np.int64], left: int
+) -> NDArray[np.int64]:
+    """Return the nodes for a shard, others if the shards after it would not find room otherwise.
+
+    A node can take each of the `left` shards once. So a node with room for all of them loses some
+    of it with each shard that it does not take; when there is no more room in all than is needed,
+    such nodes have to take this one.
+    """
+    is_roomy = room >= left
+    if not is_roomy.any():
+        return chosen
+    spare = int(np.minimum(room, left).sum()) - len(chosen) * left
+    waiting = np.setdiff1d(np.flatnonzero(is_roomy), chosen)
+    replaceable = np.flatnonzero(~is_roomy[chosen])
+    count = min(len(waiting) - spare, len(replaceable))
+    if count <= 0:
+        return chosen
+    changed = chosen.copy()
+    changed[replaceable[-count:]] = waiting[np.argsort(-room[waiting], kind="stable")][:count]
+    return changed
 
 
 def _most_shards(shard_count: int, copies: int, node_count: int) -> int:

@@ -143,7 +143,7 @@ class RemotePack(Pack):
             except (CorruptPack, StorageError) as problem:
                 self._nodes.drop_mapped(node, problem)
             else:
-                self._nodes.tiers.mapped += len(buffer)
+                self._nodes.count(mapped=len(buffer))
                 return buffer, offsets
         plan = ExtentPlan(reader, ids)
         if out is None:
