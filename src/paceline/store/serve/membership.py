@@ -94,6 +94,7 @@ class Membership:
     held: set[int] = field(default_factory=set)  # by this node; the shell keeps it up to date
     _peers: dict[str, _Peer] = field(init=False)
     _placement: NodePlacement = field(init=False)
+    _holders: dict[int, list[str]] = field(default_factory=dict, init=False)  # until news come
 
     def __post_init__(self) -> None:
         self._peers = {name: _Peer() for name in self.peers}
@@ -107,6 +108,14 @@ class Membership:
     def live(self) -> list[str]:
         """Return the other nodes that are not lost."""
         return [name for name, peer in self._peers.items() if not peer.is_lost]
+
+    def unsure(self) -> list[str]:
+        """Return the other nodes that are not lost, and were not heard yet or not last time."""
+        return [
+            name
+            for name, peer in self._peers.items()
+            if not peer.is_lost and (not peer.was_heard or peer.silent_since_s is not None)
+        ]
 
     def heard(self) -> list[str]:
         """Return the other nodes that have answered and are not lost."""
@@ -122,6 +131,12 @@ class Membership:
         First those that said they hold it, in the order of placement; then owners that were never
         heard. Nodes that are silent come last: they may be back.
         """
+        found = self._holders.get(shard)
+        if found is None:
+            found = self._holders[shard] = self._find_holders(shard)
+        return found
+
+    def _find_holders(self, shard: int) -> list[str]:
         owners = self._placement.owners_of(shard)
         order = [*owners, *(name for name in self._peers if name not in owners)]
         known = [name for name in order if name in self._peers and not self._peers[name].is_lost]
@@ -145,6 +160,7 @@ class Membership:
         """Take a node as a member that was not heard yet."""
         self._peers.setdefault(node, _Peer())
         self._placement = self._place()
+        self._holders.clear()
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Take note of an event; return what this node has to do now."""
@@ -153,6 +169,7 @@ class Membership:
 
     def note(self, event: Event, now_s: float) -> None:
         """Take note of an event, one of many: what to do is asked for after the last one."""
+        self._holders.clear()
         if isinstance(event, TimePassed):
             changed = [self._lose_if_due(peer, now_s) for peer in self._peers.values()]
             is_changed = any(changed)
@@ -175,11 +192,13 @@ class Membership:
         """Take note that a node sent bytes of a shard."""
         peer = self._peers[node]
         peer.held, peer.was_heard = peer.held | {shard}, True
+        self._holders.clear()
 
     def forget(self, node: str, shard: int) -> None:
         """Take note that a node said it does not hold a shard."""
         peer = self._peers[node]
         peer.held, peer.was_heard = peer.held - {shard}, True
+        self._holders.clear()
 
     def _lose_if_due(self, peer: _Peer, now_s: float) -> bool:
         """Give a peer up that was silent for too long; return whether it was still there."""

@@ -1,10 +1,10 @@
 """The server of a node: a thin shell around membership and staging, over TCP.
 
 Bytes are served by threads of the core (peer_server.hpp). One thread here asks the peers what they
-hold, once per `beat_s`, and lets the state machines say what to copy and drop; between the beats it
-takes note of copies that have ended, and of shards that readers asked for and that are not here
-yet: these are copied first. A shard is served once it lies complete, and with the digest of the
-index, in local storage.
+hold, some of them every `beat_s`, and lets the state machines say what to copy and drop; between
+the beats it takes note of copies that have ended, and of shards that readers asked for and that are
+not here yet: these are copied first. A shard is served once it lies complete, and with the digest
+of the index, in local storage.
 
 A node that asks says its name, and a card names the peers of a node. So one peer that is up is
 enough to join: the others hear of the new node, and give it its share.
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _AT_ONCE = 2  # copies
 _ASKED_AT_ONCE = 8  # peers
+_ASKED_PER_BEAT = 64  # peers that answered last time: how many there are costs nothing more
 _TICK_S = 0.05  # between two looks at copies that are under way
 
 
@@ -157,6 +158,7 @@ class StoreNode:
             self.pack, self.shards, self._links.__getitem__, options.wait_s, _AT_ONCE
         )
         self._missed = self._failed_copies = 0
+        self._turn = 0  # which peer to ask next
         self._refused: set[str] = set()  # peers that refuse this node
         self._stop = threading.Event()
         self._askers = ThreadPoolExecutor(_ASKED_AT_ONCE, "paceline-ask")
@@ -219,8 +221,8 @@ class StoreNode:
         self.pack.close()
 
     def beat(self) -> None:
-        """Ask the peers once, and begin what is to be done. Called by one thread at a time."""
-        names = list(self._links)
+        """Ask the peers, and begin what is to be done. Called by one thread at a time."""
+        names = self._due_peers()
         for name, card in zip(names, self._askers.map(self._ask, names), strict=True):
             event: Event = Silent(node=name)
             if card is not None:
@@ -244,6 +246,14 @@ class StoreNode:
         now_s = self._clock.now_s()
         for stage in self.staging.start(self.members.placement, now_s):
             self.copier.start(stage)
+
+    def _due_peers(self) -> list[str]:
+        """Return the peers to ask now: those that may be there or not, and some others in turn."""
+        unsure = self.members.unsure()
+        others = sorted(set(self._links).difference(unsure))
+        first = self._turn % len(others) if others else 0
+        self._turn = first + _ASKED_PER_BEAT
+        return [*unsure, *(others[first:] + others[:first])[:_ASKED_PER_BEAT]]
 
     def _act(self, actions: list[Action]) -> None:
         here = self.members.held
