@@ -138,7 +138,7 @@ class Membership:
 
     def _find_holders(self, shard: int) -> list[str]:
         owners = self._placement.owners_of(shard)
-        order = [*owners, *(name for name in self._peers if name not in owners)]
+        order = [*owners, *(name for name in list(self._peers) if name not in owners)]
         known = [name for name in order if name in self._peers and not self._peers[name].is_lost]
         holding = [name for name in known if shard in self._peers[name].held]
         unheard = [name for name in known if name in owners and not self._peers[name].was_heard]

@@ -131,10 +131,15 @@ class StoreNode:
         self.pack = open_packed(pack, index_only=options.local is not None)
         self._clock: Clock = clock or SystemClock()
         self._lengths = [int(length) for length in self.pack.index.shard_lengths]
+        everywhere = shards_of(self.pack, options.everywhere)
         self.shards = LocalShards(options.local or self.pack.path, self.pack)
         if options.local is not None:
             self.shards.open()
-        self.server = self._listen()
+        try:
+            self.server = self._listen()
+        except PacelineError:
+            self.shards.close()
+            raise
         address = NodeAddress(host=options.listen.host, port=self.server.port)
         self.name = str(address)
         self._connect = tcp_connector(self.pack.identity, options.token)
@@ -144,7 +149,7 @@ class StoreNode:
             peers=(),
             shard_count=len(self._lengths),
             replicas=options.replicas,
-            everywhere=shards_of(self.pack, options.everywhere),
+            everywhere=everywhere,
             grace_s=options.grace_s,
             start_s=options.start_s,
         )
