@@ -72,12 +72,14 @@ nb::typed<nb::tuple, nb::str, nb::str, nb::bytes> connect_link(PeerLink& link, c
   return nb::make_tuple(name_of(error.kind), error.why, to_bytes(card));
 }
 
-nb::typed<nb::tuple, nb::str, nb::str, nb::bytes> ask_card(PeerLink& link, double wait_s) {
+nb::typed<nb::tuple, nb::str, nb::str, nb::bytes> ask_card(PeerLink& link, double wait_s,
+                                                           const nb::bytes& caller) {
+  const std::string name(caller.c_str(), caller.size());
   std::string card;
   PeerError error;
   {
     nb::gil_scoped_release released;
-    error = link.ask_card(ns_of(wait_s), card);
+    error = link.ask_card(ns_of(wait_s), name, card);
   }
   return nb::make_tuple(name_of(error.kind), error.why, to_bytes(card));
 }
@@ -177,6 +179,21 @@ int deliver(ExtentPlan& plan, std::size_t item, nb::handle data, nb::handle out)
       plan.finish(item, buffer, is_good ? RangeOutcome::good : RangeOutcome::damaged));
 }
 
+// Reads samples from mapped files of another copy of the pack: what became of each extent of the plan.
+Array<std::uint8_t> read_mapped(const ExtentPlan& plan, const PackReader& mapped, const Ids& items,
+                                nb::handle out) {
+  const Bytes target(out, PyBUF_WRITABLE);
+  const auto buffer = room_for(plan, target);
+  std::vector<std::uint8_t> by_item;
+  {
+    nb::gil_scoped_release released;
+    const auto outcomes = plan.read_mapped(mapped, {items.data(), items.size()}, buffer);
+    by_item.reserve(outcomes.size());
+    for (const RangeOutcome outcome : outcomes) by_item.push_back(static_cast<std::uint8_t>(outcome));
+  }
+  return array(std::move(by_item));
+}
+
 template <class T, class Get>
 Array<T> column(const ExtentPlan& plan, Get get) {
   std::vector<T> values;
@@ -204,6 +221,20 @@ void bind_peers(nb::module_& module) {
           },
           "shard"_a, "path"_a)
       .def("drop", &PeerServer::drop, "shard"_a)
+      .def("take_missed",
+           [](PeerServer& self) {
+             nb::list missed;
+             for (const std::uint32_t shard : self.take_missed()) missed.append(shard);
+             return nb::typed<nb::list, int>(missed);
+           })
+      .def("take_callers",
+           [](PeerServer& self) {
+             nb::list callers;
+             for (const std::string& name : self.take_callers()) {
+               callers.append(nb::bytes(name.data(), name.size()));
+             }
+             return nb::typed<nb::list, nb::bytes>(callers);
+           })
       .def("stats", &stats)
       .def("stop", &PeerServer::stop, nb::call_guard<nb::gil_scoped_release>());
   using Plan = ExtentPlan;
@@ -246,12 +277,13 @@ void bind_peers(nb::module_& module) {
                          self, [](const auto& item) { return item.extent.stored_length; });
                    },
                    nb::rv_policy::automatic)
-      .def("deliver", &deliver, "item"_a, "data"_a, "out"_a);
+      .def("deliver", &deliver, "item"_a, "data"_a, "out"_a)
+      .def("read_mapped", &read_mapped, "reader"_a, "items"_a, "out"_a);
   nb::class_<PeerLink>(module, "PeerLink")
       .def(nb::init<>())
       .def_prop_ro("is_open", &PeerLink::is_open)
       .def("connect", &connect_link, "host"_a, "port"_a, "token"_a, "pack"_a, "wait_s"_a)
-      .def("ask_card", &ask_card, "wait_s"_a)
+      .def("ask_card", &ask_card, "wait_s"_a, "caller"_a = nb::bytes(""))
       .def("fetch", &fetch, "plan"_a, "items"_a, "out"_a, "wait_s"_a)
       .def("fetch_range", &fetch_range, "shard"_a, "offset"_a, "out"_a, "wait_s"_a)
       .def("close", &PeerLink::close, nb::call_guard<nb::gil_scoped_release>());

@@ -5,7 +5,7 @@
 namespace paceline {
 
 ExtentPlan::ExtentPlan(const PackReader& reader, std::span<const std::int64_t> ids)
-    : reader_(reader), offsets_(ids.size() + 1) {
+    : reader_(reader), ids_(ids.begin(), ids.end()), offsets_(ids.size() + 1) {
   reader.plan_batch(ids, offsets_);
   reader.check_memory(ids, offsets_);
   items_.reserve(ids.size());
@@ -56,6 +56,31 @@ RangeOutcome ExtentPlan::finish(std::size_t item, std::span<std::byte> out, Rang
   const bool is_decoded = decode(it.extent.encoding, reader_.index().dictionary(), stored, target);
   const bool is_good = is_decoded && crc32c(target.data(), target.size()) == it.extent.checksum;
   return is_good ? RangeOutcome::good : RangeOutcome::damaged;
+}
+
+std::vector<RangeOutcome> ExtentPlan::read_mapped(const PackReader& mapped,
+                                                  std::span<const std::int64_t> items,
+                                                  std::span<std::byte> out) const {
+  std::vector<RangeOutcome> outcomes(items_.size());
+  std::vector<std::size_t> missing(ids_.size());  // extents of each sample that are not among them
+  for (const Item& item : items_) ++missing[static_cast<std::size_t>(item.number)];
+  for (const std::int64_t item : items) {
+    --missing[static_cast<std::size_t>(items_.at(static_cast<std::size_t>(item)).number)];
+  }
+  std::vector<std::int64_t> ids, begins, ends;
+  for (const std::int64_t item : items) {
+    const auto number = static_cast<std::size_t>(items_[static_cast<std::size_t>(item)].number);
+    if (missing[number] != 0) continue;
+    outcomes[static_cast<std::size_t>(item)] = RangeOutcome::good;
+    const bool is_first = items_[static_cast<std::size_t>(item)].position ==
+                          static_cast<std::size_t>(offsets_[number]);
+    if (!is_first) continue;
+    ids.push_back(ids_[number]);
+    begins.push_back(offsets_[number]);
+    ends.push_back(offsets_[number + 1]);
+  }
+  mapped.read_scattered(ids, begins, ends, out);
+  return outcomes;
 }
 
 }  // namespace paceline

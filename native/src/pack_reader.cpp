@@ -632,17 +632,29 @@ void PackReader::read_batch(std::span<const std::int64_t> ids,
                             std::span<const std::int64_t> offsets,
                             std::span<std::byte> target) const {
   if (offsets.size() != ids.size() + 1) throw std::invalid_argument("one offset more than samples");
-  if (offsets.back() < 0 || static_cast<std::size_t>(offsets.back()) > target.size()) {
-    throw std::length_error("the buffer is smaller than the samples");
+  read_scattered(ids, offsets.first(ids.size()), offsets.subspan(1), target);
+}
+
+void PackReader::read_scattered(std::span<const std::int64_t> ids,
+                                std::span<const std::int64_t> begins,
+                                std::span<const std::int64_t> ends,
+                                std::span<std::byte> target) const {
+  if (begins.size() != ids.size() || ends.size() != ids.size()) {
+    throw std::invalid_argument("one place for each sample");
+  }
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    if (begins[i] < 0 || ends[i] < begins[i] || static_cast<std::size_t>(ends[i]) > target.size()) {
+      throw std::length_error("the buffer is smaller than the samples");
+    }
   }
   std::vector<ExtentRead> reads;
   reads.reserve(ids.size());
   index_.read([&] {
     for (std::size_t i = 0; i < ids.size(); ++i) {
       const std::byte* const end =
-          add_extents(reads, static_cast<std::uint64_t>(ids[i]), target.data() + offsets[i]);
+          add_extents(reads, static_cast<std::uint64_t>(ids[i]), target.data() + begins[i]);
       // Planned by what the index said a moment ago: nothing is written beyond that.
-      if (end != target.data() + offsets[i + 1]) {
+      if (end != target.data() + ends[i]) {
         fail_corrupt(index_.path(), "it was changed while it was open");
       }
     }

@@ -208,7 +208,7 @@ PeerError PeerLink::connect(const std::string& host, std::uint16_t port, const D
   return broken(std::move(error));
 }
 
-PeerError PeerLink::ask_card(std::uint64_t wait_ns, std::string& card) {
+PeerError PeerLink::ask_card(std::uint64_t wait_ns, const std::string& caller, std::string& card) {
   const std::lock_guard lock(mutex_);
   if (fd_ < 0) return {Kind::lost, "the connection is closed"};
   deadline_ns_ = now_ns() + wait_ns;
@@ -216,8 +216,12 @@ PeerError PeerLink::ask_card(std::uint64_t wait_ns, std::string& card) {
   if (!set_timeout(SO_SNDTIMEO) || !set_timeout(SO_RCVTIMEO)) {
     return broken({Kind::deadline, "no time was given"});
   }
-  const FrameHeader header{.kind = FrameKind::card, .id = next_id_};
-  auto error = send_all(&header, sizeof header);
+  if (caller.size() > max_caller_bytes) return {Kind::protocol, "the name of this node is too long"};
+  const FrameHeader header{.kind = FrameKind::card, .id = next_id_, .body_bytes = caller.size()};
+  std::string question(sizeof header, '\0');
+  std::memcpy(question.data(), &header, sizeof header);
+  question += caller;
+  auto error = send_all(question.data(), question.size());
   if (error.kind == Kind::none) error = receive_card(next_id_++, card);
   return broken(std::move(error));
 }

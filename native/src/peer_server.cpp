@@ -28,6 +28,7 @@ struct PeerServer::HeldShard {
 namespace {
 
 constexpr std::size_t max_iov = 64;
+constexpr std::size_t max_noted = 4096;
 // In one turn of a connection, so that a client of many bytes doesn't starve the others.
 constexpr std::size_t turn_bytes = std::size_t{4} << 20;
 
@@ -282,7 +283,7 @@ class PeerServer::Worker {
     if (!connection.is_welcome) {
       return header.kind == FrameKind::hello && header.body_bytes == hello_bytes;
     }
-    if (header.kind == FrameKind::card) return header.body_bytes == 0;
+    if (header.kind == FrameKind::card) return header.body_bytes <= max_caller_bytes;
     return header.kind == FrameKind::read && header.count > 0 && header.count <= max_ranges &&
            header.body_bytes == header.count * sizeof(ByteRange);
   }
@@ -292,6 +293,10 @@ class PeerServer::Worker {
       case FrameKind::hello:
         return answer_hello(connection);
       case FrameKind::card:
+        if (!connection.body.empty()) {
+          server_.note_caller({reinterpret_cast<const char*>(connection.body.data()),
+                               connection.body.size()});
+        }
         push_card(connection);
         return true;
       default:
@@ -341,6 +346,7 @@ class PeerServer::Worker {
     const FrameHeader& header = connection.header;
     const auto held = server_.find(header.shard);
     if (held == nullptr) {
+      server_.note_missed(header.shard);
       push_refusal(connection, Refusal::not_held);
       return true;
     }
@@ -469,6 +475,30 @@ void PeerServer::hold(std::uint32_t shard, const std::string& path) {
 void PeerServer::drop(std::uint32_t shard) {
   const std::lock_guard lock(mutex_);
   held_.erase(shard);
+}
+
+void PeerServer::note_missed(std::uint32_t shard) {
+  const std::lock_guard lock(mutex_);
+  if (missed_.size() < max_noted) missed_.insert(shard);
+}
+
+void PeerServer::note_caller(std::string name) {
+  const std::lock_guard lock(mutex_);
+  if (callers_.size() < max_noted) callers_.insert(std::move(name));
+}
+
+std::vector<std::uint32_t> PeerServer::take_missed() {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::uint32_t> taken(missed_.begin(), missed_.end());
+  missed_.clear();
+  return taken;
+}
+
+std::vector<std::string> PeerServer::take_callers() {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::string> taken(callers_.begin(), callers_.end());
+  callers_.clear();
+  return taken;
 }
 
 std::shared_ptr<const PeerServer::HeldShard> PeerServer::find(std::uint32_t shard) const {

@@ -177,6 +177,26 @@ def frame(kind, body=b"", *, magic=MAGIC, version=1, count=0, shard=0, body_byte
     return HEADER.pack(magic, version, kind, 1, shard, count, length) + body
 
 
+def test_a_server_notes_what_it_missed_and_who_asked(pack, tmp_path):
+    server = serve({0: pack.index.shard_path(0).read_bytes()}, tmp_path, pack)
+    link = TcpNodeLink(NodeAddress(host="127.0.0.1", port=server.port), pack.identity)
+    byte = np.empty(1, np.uint8)
+    assert [link.fetch_range(shard, 0, byte, WAIT_S) for shard in (0, 2, 3, 2)] == [
+        GOOD,
+        NOT_HELD,
+        NOT_HELD,
+        NOT_HELD,
+    ]
+    link.card(WAIT_S, "10.0.0.1:7420")
+    link.card(WAIT_S)
+    assert sorted(server.take_missed()) == [2, 3]
+    assert server.take_callers() == [b"10.0.0.1:7420"]
+    assert (server.take_missed(), server.take_callers()) == ([], [])
+    with pytest.raises(RankLost, match="too long"):
+        link.card(WAIT_S, "x" * 257)
+    server.stop()
+
+
 def test_hostile_frames_end_their_connection_and_nothing_else(pack, tmp_path):
     server = serve({0: pack.index.shard_path(0).read_bytes()}, tmp_path, pack)
     hello = frame(HELLO, digest("") + digest(pack.identity))
@@ -197,7 +217,7 @@ def test_hostile_frames_end_their_connection_and_nothing_else(pack, tmp_path):
         hello + frame(READ, whole * 2000, count=2000),
         hello + frame(READ, beyond, count=1),
         hello + frame(READ, struct.pack("<QQ", 0, 1 << 63), count=1),
-        hello + frame(CARD, b"x"),
+        hello + frame(CARD, b"x" * 257),
         hello + frame(77),
     ]
     random = np.random.default_rng(1)

@@ -36,9 +36,14 @@ class ExtentPlan {
   WantedRange wanted(std::size_t item, std::span<std::byte> out);
   // Decodes an extent that was fetched, if it is compressed, and says whether it is what was packed.
   RangeOutcome finish(std::size_t item, std::span<std::byte> out, RangeOutcome outcome);
+  // Reads from files that are mapped here those samples of which all extents are among `items`; says
+  // of each extent of the plan whether it was. Throws PackError: a sample cannot be read, or is damaged.
+  std::vector<RangeOutcome> read_mapped(const PackReader& mapped, std::span<const std::int64_t> items,
+                                        std::span<std::byte> out) const;
 
  private:
   const PackReader& reader_;
+  std::vector<std::int64_t> ids_;
   std::vector<std::int64_t> offsets_;
   std::vector<Item> items_;
   std::vector<std::byte> scratch_;

@@ -107,6 +107,9 @@ class PackReader {
   // sample of the batch that has one.
   void read_batch(std::span<const std::int64_t> ids, std::span<const std::int64_t> offsets,
                   std::span<std::byte> target) const;
+  // As `read_batch`, each sample to a place of its own: bytes [begins[i], ends[i]) of `target`.
+  void read_scattered(std::span<const std::int64_t> ids, std::span<const std::int64_t> begins,
+                      std::span<const std::int64_t> ends, std::span<std::byte> target) const;
   // Time that threads have spent in read_batch copying samples, waiting for storage included, and
   // the part of it in checksums; summed over threads and over all batches so far.
   std::uint64_t busy_ns() const noexcept { return busy_ns_.load(std::memory_order_relaxed); }

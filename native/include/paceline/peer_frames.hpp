@@ -8,7 +8,7 @@
 //     read   ----------->           body: `count` Ranges, all of `shard`, at most max_ranges
 //            <----------- data      body: the bytes of these ranges, end to end
 //            <----------- refused   count: Refusal; body: nothing. Of not_held the connection lives on.
-//     card   ----------->           no body
+//     card   ----------->           body: the name of the node that asks, or nothing
 //            <----------- welcome
 //
 // Replies come in the order of the requests. Whatever else arrives closes the connection.
@@ -52,6 +52,7 @@ constexpr std::uint32_t max_ranges = 1024;
 // sends it from the mapped file, so that its memory does not depend on it.
 constexpr std::uint64_t read_bytes = std::uint64_t{64} << 20;
 constexpr std::uint64_t max_card_bytes = std::uint64_t{1} << 20;
+constexpr std::uint64_t max_caller_bytes = 256;  // of a node that asks
 // Requests that a server takes from one connection before it has answered the first, and those that a
 // client sends: fewer, so that a client which waits for room to send can't wait for itself.
 constexpr std::size_t max_pending_reads = 16;

@@ -48,8 +48,8 @@ class PeerLink {
   // Connects and says hello. `card` becomes what the node says of itself.
   PeerError connect(const std::string& host, std::uint16_t port, const Digest& token,
                     const Digest& pack, std::uint64_t wait_ns, std::string& card);
-  // Asks for the card again.
-  PeerError ask_card(std::uint64_t wait_ns, std::string& card);
+  // Asks for the card again. `caller`: name of the node that asks; "" if it is none.
+  PeerError ask_card(std::uint64_t wait_ns, const std::string& caller, std::string& card);
   // Fetches ranges, neighbours of the same shard in one request. Says of each what became of it; after
   // an error, the connection is closed, and the ranges that are `missing` have no bytes of use.
   PeerError fetch(std::span<const WantedRange> wanted, std::span<RangeOutcome> outcomes,

@@ -15,6 +15,7 @@
 #include <string>
 #include <thread>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "paceline/peer_frames.hpp"
@@ -55,6 +56,10 @@ class PeerServer {
   // Serves this file as a shard from now on. Throws PackError: it cannot be mapped.
   void hold(std::uint32_t shard, const std::string& path);
   void drop(std::uint32_t shard);  // reads that were asked for are still answered
+  // Shards that were asked for and are not held, and nodes that asked for the card, since the last
+  // call; of each at most max_noted.
+  std::vector<std::uint32_t> take_missed();
+  std::vector<std::string> take_callers();
   PeerServerStats stats() const noexcept;
   void stop();
 
@@ -62,6 +67,8 @@ class PeerServer {
   struct HeldShard;
   std::shared_ptr<const HeldShard> find(std::uint32_t shard) const;
   std::shared_ptr<const std::string> card() const;
+  void note_missed(std::uint32_t shard);
+  void note_caller(std::string name);
   const PeerServerOptions& options() const noexcept { return options_; }
 
  private:
@@ -71,9 +78,11 @@ class PeerServer {
   int listener_ = -1;
   int wake_ = -1;  // an eventfd that ends the workers
   std::uint16_t port_ = 0;
-  mutable std::mutex mutex_;  // of the two below
+  mutable std::mutex mutex_;  // of the four below
   std::unordered_map<std::uint32_t, std::shared_ptr<const HeldShard>> held_;
   std::shared_ptr<const std::string> card_;
+  std::unordered_set<std::uint32_t> missed_;
+  std::unordered_set<std::string> callers_;
   std::atomic<std::uint64_t> connections_{0}, open_{0}, refused_{0}, reads_{0}, ranges_{0}, bytes_{0};
   std::vector<std::thread> threads_;
 };

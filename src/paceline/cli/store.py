@@ -12,6 +12,7 @@ import click
 
 from paceline.cli.store_exec import exec_program
 from paceline.cli.store_mount import mount_pack, unmount_pack
+from paceline.cli.store_nodes import fit_nodes, node_status
 from paceline.report.units import format_bytes, format_rate, plural
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def store() -> None:
 store.add_command(exec_program)
 store.add_command(mount_pack)
 store.add_command(unmount_pack)
+store.add_command(fit_nodes)
+store.add_command(node_status)
 
 
 @store.command(epilog="Example: paceline store stat train.pack cats/0001.jpg")
@@ -279,7 +282,13 @@ def repair(
 @click.option("--local", type=click.Path(path_type=Path), help="Folder for this node's shards.")
 @click.option("--replicas", default=1, help="Copies of each shard; the same on all nodes.")
 @click.option("--token-file", type=click.Path(path_type=Path), help="File with the nodes' secret.")
-@click.option("--source-rate", default=0.0, help="Most bytes/s read of PACK; 0: no limit.")
+@click.option(
+    "--everywhere",
+    multiple=True,
+    metavar="PATTERN",
+    help="All nodes hold the samples whose names match, such as 'val/*'; the same on all nodes.",
+)
+@click.option("--stage-rate", default=0.0, help="Most bytes/s read of PACK; 0: no limit.")
 @click.option("--threads", default=1, help="Threads that send.")
 @click.option("--json", "as_json", is_flag=True, help=_JSON_HELP)
 def serve(
@@ -289,7 +298,8 @@ def serve(
     local: Path | None,
     replicas: int,
     token_file: Path | None,
-    source_rate: float,
+    everywhere: tuple[str, ...],
+    stage_rate: float,
     threads: int,
     *,
     as_json: bool,
@@ -310,7 +320,8 @@ def serve(
         local=local,
         replicas=replicas,
         token=read_text(token_file).strip() if token_file else "",
-        source_bytes_per_s=source_rate,
+        everywhere=everywhere,
+        source_bytes_per_s=stage_rate,
         threads=threads,
     )
     with StoreNode(path, options) as node:

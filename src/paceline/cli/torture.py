@@ -141,6 +141,48 @@ def ledger(folder: Path, operations: int, kills: int, seed: int, as_json: bool) 
         sys.exit(1)
 
 
+@torture.command(epilog="Example: paceline torture cluster --dir /scratch --kills 20")
+@click.option(
+    "--dir",
+    "folder",
+    type=click.Path(path_type=Path),
+    default=Path(),
+    help="Folder for the nodes' local storage [default: current directory].",
+)
+@click.option(
+    "--kills", type=click.IntRange(1), default=200, show_default=True, help="Nodes to kill."
+)
+@click.option(
+    "--nodes", type=click.IntRange(2), default=3, show_default=True, help="Nodes that serve."
+)
+@click.option("--seed", type=int, default=1, show_default=True, help="Seed for data and kills.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def cluster(folder: Path, kills: int, nodes: int, seed: int, as_json: bool) -> None:
+    """Kill the nodes that serve a pack while a client reads: are all bytes right?
+
+    Starts nodes on this machine, two copies of each shard, and kills one at a time. Takes about two
+    seconds for each kill. All files are in a new folder, which is removed. Exits with status 1 if a
+    read failed, or returned wrong bytes.
+    """
+    from paceline.studies.torture_cluster import ClusterOptions, torture_cluster
+
+    options = ClusterOptions(kills=kills, nodes=nodes, seed=seed)
+    report = torture_cluster(folder, options, on_progress=_show if sys.stderr.isatty() else None)
+    if as_json:
+        click.echo(json.dumps({**report.to_json(), "ok": report.ok}))
+    else:
+        print(
+            f"{report.kills:,} nodes killed, {report.wiped:,} of them came back without files: "
+            f"{report.batches:,} batches read, {report.failed:,} failed, {report.wrong:,} wrong; "
+            f"a batch took {report.read_s_p50 * 1e3:.1f} ms, p99 {report.read_s_p99 * 1e3:.1f} ms, "
+            f"at most {report.read_s_max * 1e3:.0f} ms"
+        )
+        for problem in report.problems:
+            print(f"   FAILED  {problem}")
+    if not report.ok:
+        sys.exit(1)
+
+
 def _show(line: str) -> None:
     click.echo(f"\r\x1b[K{line}", nl=False, err=True)
 

@@ -33,7 +33,7 @@ from paceline.store.feed.node.join import join
 from paceline.store.feed.options import NAMES_KEPT, LoaderOptions, LoaderStats, StageTimes
 from paceline.store.feed.order import SampleOrder
 from paceline.store.feed.sampler import RankBatches, load_state, resolve_rank, save_state
-from paceline.store.feed.tasks import BatchTask, fetch_ahead, plan_tasks
+from paceline.store.feed.tasks import BatchTask, coming_samples, fetch_ahead, plan_tasks
 from paceline.store.feed.workers import Bounds, OrderedThreads
 from paceline.store.in_place.opening import open_pack
 from paceline.store.read.pack import Pack
@@ -199,6 +199,7 @@ class Loader:
             node = self._node.begin(self.epoch, self.position)
             return plan_tasks(self.order, self.batches, self.position, self.pack, node)
         planned = plan_tasks(self.order, self.batches, self.position, self.pack)
+        self.pack.expect(coming_samples(self.order, self.batches, self.position))
         return fetch_ahead(planned, self.pack, self.options)
 
     def _move(self, epoch: int, position: int) -> None:

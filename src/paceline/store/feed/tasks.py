@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -68,6 +69,24 @@ def plan_tasks(
             step += 1
             begin += len(positions)
         position = batches.after(position, len(planned))
+
+
+def coming_samples(
+    order: SampleOrder, batches: RankBatches, position: int
+) -> Iterator[NDArray[np.int64]]:
+    """Yield the samples that a rank reads from a position on, in chunks, this epoch and the next.
+
+    Args:
+        order: order of the epoch.
+        batches: this rank's share.
+        position: position at which the first global batch begins.
+    """
+    for epoch in (order.epoch, order.epoch + 1):
+        of_epoch = dataclasses.replace(order, epoch=epoch)
+        while planned := batches.positions(position, batches.at_once()):
+            yield of_epoch.samples(np.concatenate(planned))
+            position = batches.after(position, len(planned))
+        position = 0
 
 
 def fetch_ahead(

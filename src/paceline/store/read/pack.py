@@ -313,6 +313,14 @@ class Pack:
         reader = self._open()
         reader.prefetch(self._ids(samples, reader))
 
+    def expect(self, order: Iterator[NDArray[np.int64]]) -> None:
+        """Take note of the samples that are read from now on, in this order; nothing here needs it.
+
+        Args:
+            order: sample numbers, in chunks that are made as they are taken. `prefetch` is then
+                called with these samples, as their reads come near.
+        """
+
     def extents(self, sample: int) -> list[Extent]:
         """Return where the bytes of a sample lie, in order."""
         reader = self._open()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -50,6 +50,11 @@ class Future:
             return NEVER
         at = bisect_left(uses, position)
         return int(uses[at]) if at < len(uses) else NEVER
+
+    def count(self, shard: int, begin: int, end: int) -> int:
+        """Return how many of the samples at positions [begin, end) are read from a shard."""
+        uses = self._uses.get(shard)
+        return 0 if uses is None else bisect_left(uses, end) - bisect_left(uses, begin)
 
     def upcoming(self, position: int, count: int) -> Iterator[int]:
         """Yield the shards of the next `count` samples, each once, by their first use."""
@@ -103,18 +108,29 @@ class ShardCache:
         self.cached.add(shard)
         return evicted
 
-    def prefetch(self, position: int, ahead: int) -> list[tuple[int, list[int]]]:
-        """Return what to fetch for the next `ahead` samples, in the order of first use.
+    def prefetch(
+        self,
+        position: int,
+        ahead: int,
+        *,
+        first: int | None = None,
+        worth: Callable[[int], bool] = lambda _: True,
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Yield what to fetch for `ahead` samples, in the order of first use.
 
         Each with what to evict for it. Ends at the first shard that does not fit any more: what
         comes behind is used later.
+
+        Args:
+            position: from which on uses count: what was read before is not needed any more.
+            ahead: samples to fetch for.
+            first: position of the first of these; by default `position`.
+            worth: shards for which it returns False are left out.
         """
-        steps = []
-        for shard in self.future.upcoming(position, ahead):
-            if shard in self.cached:
+        for shard in self.future.upcoming(position if first is None else first, ahead):
+            if shard in self.cached or not worth(shard):
                 continue
             evicted = self.admit(shard, position)
             if evicted is None:
-                break
-            steps.append((shard, evicted))
-        return steps
+                return
+            yield shard, evicted

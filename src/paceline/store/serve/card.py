@@ -15,6 +15,39 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NodeLoad(Record):
+    """What a node has done since it was started, and has to do.
+
+    Attributes:
+        held_bytes: of the shards that it serves.
+        source_bytes: read from the pack's folder.
+        peer_bytes: copied from other nodes.
+        sent_bytes: of shards, to clients and to other nodes.
+        reads: requests for ranges of one shard that were answered.
+        ranges: in these.
+        missed: requests for shards that it did not hold.
+        connections: that were accepted.
+        refused_connections: malformed, without the token, too many, or silent.
+        waiting_shards: that it has to copy.
+        copying_shards: that it copies now.
+        failed_copies: that were given up, and are tried again.
+    """
+
+    held_bytes: int = 0
+    source_bytes: int = 0
+    peer_bytes: int = 0
+    sent_bytes: int = 0
+    reads: int = 0
+    ranges: int = 0
+    missed: int = 0
+    connections: int = 0
+    refused_connections: int = 0
+    waiting_shards: int = 0
+    copying_shards: int = 0
+    failed_copies: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NodeCard(Record):
     """What a node is.
 
@@ -23,12 +56,16 @@ class NodeCard(Record):
         host: identifies the running kernel: who has the same one may map the node's files.
         folder: that holds its shards, as a pack.
         held: shards that it serves, ascending.
+        peers: names of the other nodes that it has heard and not lost.
+        load: what it has done and has to do.
     """
 
     node: str
     host: str
     folder: str
     held: tuple[int, ...]
+    peers: tuple[str, ...] = ()
+    load: NodeLoad = NodeLoad()
 
     def to_bytes(self) -> bytes:
         """Return the card as it travels."""

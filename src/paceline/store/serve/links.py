@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
@@ -13,8 +14,6 @@ from paceline.native import PeerLink, peer_error
 from paceline.store.serve.card import NodeAddress, NodeCard, digest, host_identity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
     from paceline.native import ExtentPlan
@@ -30,8 +29,12 @@ class NodeLink(Protocol):
 
     name: str
 
-    def card(self, wait_s: float) -> NodeCard:
+    def card(self, wait_s: float, caller: str = "") -> NodeCard:
         """Return what the node says of itself now.
+
+        Args:
+            wait_s: for the answer.
+            caller: name of the node that asks, which the other one then takes as a peer.
 
         Raises:
             RankLost: it cannot be reached.
@@ -71,6 +74,9 @@ class NodeLink(Protocol):
         """Close the connections that are not in use."""
 
 
+Connector = Callable[[str], NodeLink]
+
+
 class TcpNodeLink:
     """Connections to one node, each used by one thread at a time and kept for the next.
 
@@ -88,9 +94,9 @@ class TcpNodeLink:
         self._idle: list[PeerLink] = []
         self._process = os.getpid()
 
-    def card(self, wait_s: float) -> NodeCard:
+    def card(self, wait_s: float, caller: str = "") -> NodeCard:
         """See `NodeLink`."""
-        return self._on_connection(lambda link, left_s: self._ask(link, left_s), wait_s)
+        return self._on_connection(lambda link, left_s: self._ask(link, left_s, caller), wait_s)
 
     def fetch(
         self, plan: ExtentPlan, items: NDArray[np.int64], out: NDArray[np.uint8], wait_s: float
@@ -123,8 +129,8 @@ class TcpNodeLink:
         for link in idle:
             link.close()
 
-    def _ask(self, link: PeerLink, wait_s: float) -> NodeCard:
-        kind, why, card = link.ask_card(wait_s)
+    def _ask(self, link: PeerLink, wait_s: float, caller: str) -> NodeCard:
+        kind, why, card = link.ask_card(wait_s, caller.encode())
         if kind:
             raise peer_error(kind, why, self.name)
         return NodeCard.from_bytes(card, self.name)
@@ -153,14 +159,23 @@ class TcpNodeLink:
         return result
 
     def _take(self) -> PeerLink | None:
+        if self._process != os.getpid():  # forked: the parent's connections; a lock may be taken
+            self._process, self._lock, self._idle = os.getpid(), threading.Lock(), []
         with self._lock:
-            if self._process != os.getpid():  # forked: these connections are the parent's
-                self._process, self._idle = os.getpid(), []
             return self._idle.pop() if self._idle else None
 
     def _keep(self, link: PeerLink) -> None:
         with self._lock:
             self._idle.append(link)
+
+
+def tcp_connector(pack: str, token: str) -> Connector:
+    """Return what makes the link to a node of this pack from its name, ``HOST:PORT``."""
+
+    def connect(name: str) -> NodeLink:
+        return TcpNodeLink(NodeAddress.parse(name), pack, token)
+
+    return connect
 
 
 class LocalNode:
@@ -184,7 +199,7 @@ class LocalNodeLink:
         self.name = node.name
         self._node = node
 
-    def card(self, wait_s: float) -> NodeCard:
+    def card(self, wait_s: float, caller: str = "") -> NodeCard:
         """See `NodeLink`."""
         self._check(wait_s)
         held = tuple(sorted(self._node.shards))

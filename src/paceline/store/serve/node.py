@@ -1,61 +1,61 @@
 """The server of a node: a thin shell around membership and staging, over TCP.
 
 Bytes are served by threads of the core (peer_server.hpp). One thread here asks the peers what they
-hold, once per `beat_s`, and lets the state machines say what to copy and drop; a few threads copy.
-A shard is served once it lies complete, and with the digest of the index, in local storage.
+hold, some of them every `beat_s`, and lets the state machines say what to copy and drop; between
+the beats it takes note of copies that have ended, and of shards that readers asked for and that are
+not here yet: these are copied first. A shard is served once it lies complete, and with the digest
+of the index, in local storage.
+
+A node that asks says its name, and a card names the peers of a node. So one peer that is up is
+enough to join: the others hear of the new node, and give it its share.
 """
 
 from __future__ import annotations
 
-import hashlib
+import fnmatch
 import ipaddress
 import logging
 import os
-import shutil
+import re
 import threading
-from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-import numpy as np
-
 from paceline.core.clock import SystemClock
-from paceline.core.errors import (
-    CorruptPack,
-    PacelineError,
-    RankLost,
-    StorageError,
-    UsageError,
-    storage_errors,
-)
-from paceline.core.files import commit_chunks
+from paceline.core.errors import PacelineError, RankLost, UsageError, storage_errors
 from paceline.native import PeerServer, PeerStats
-from paceline.store.format.layout import INDEX_NAME
 from paceline.store.read.pack import open_packed
-from paceline.store.serve.card import NodeAddress, NodeCard, digest, host_identity
-from paceline.store.serve.links import NOT_HELD, TcpNodeLink
+from paceline.store.serve.card import NodeAddress, NodeCard, NodeLoad, digest, host_identity
+from paceline.store.serve.links import tcp_connector
+from paceline.store.serve.local_shards import LocalShards
 from paceline.store.serve.membership import (
     Action,
     CopyShard,
     DropShard,
+    Event,
     Heard,
     Membership,
     Silent,
     TimePassed,
 )
-from paceline.store.serve.staging import StageShard, Staging
+from paceline.store.serve.shard_copier import ShardCopier
+from paceline.store.serve.staging import Staging
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Sequence
     from types import TracebackType
 
     from paceline.core.clock import Clock
+    from paceline.store.read.pack import Pack
+    from paceline.store.serve.links import NodeLink
 
 _LOG = logging.getLogger(__name__)
-_PIECE_BYTES = 8 << 20
-_AT_ONCE = 2
+_AT_ONCE = 2  # copies
+_ASKED_AT_ONCE = 8  # peers
+_ASKED_PER_BEAT = 64  # peers that answered last time: how many there are costs nothing more
+_TICK_S = 0.05  # between two looks at copies that are under way
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,11 +67,14 @@ class NodeOptions:
         peers: addresses of the other nodes.
         local: folder on local storage for this node's shards; None: serve all from the pack.
         replicas: copies of each shard, the same on all nodes.
+        everywhere: patterns of sample names, as `fnmatch` has them: all nodes hold the shards of
+            these samples; the same on all nodes.
         token: needed as soon as `listen` is no address of loopback.
         source_bytes_per_s: limit for reading from the pack; 0: none.
         threads: that send.
         beat_s: between two questions to each peer.
         grace_s: silence after which a peer is lost.
+        start_s: silence after which a peer that was never heard is.
         wait_s: for an answer of a peer.
     """
 
@@ -79,11 +82,13 @@ class NodeOptions:
     peers: tuple[NodeAddress, ...] = ()
     local: Path | None = None
     replicas: int = 1
+    everywhere: tuple[str, ...] = ()
     token: str = ""
     source_bytes_per_s: float = 0.0
     threads: int = 1
     beat_s: float = 1.0
     grace_s: float = 10.0
+    start_s: float = 60.0
     wait_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -125,35 +130,45 @@ class StoreNode:
         self.options = options
         self.pack = open_packed(pack, index_only=options.local is not None)
         self._clock: Clock = clock or SystemClock()
-        lengths = [int(length) for length in self.pack.index.shard_lengths]
-        self._lengths = lengths
-        self._digests = self.pack.index.shard_digests
-        self.folder = self._prepare_folder()
-        self.server = self._listen()
+        self._lengths = [int(length) for length in self.pack.index.shard_lengths]
+        everywhere = shards_of(self.pack, options.everywhere)
+        self.shards = LocalShards(options.local or self.pack.path, self.pack)
+        if options.local is not None:
+            self.shards.open()
+        try:
+            self.server = self._listen()
+        except PacelineError:
+            self.shards.close()
+            raise
         address = NodeAddress(host=options.listen.host, port=self.server.port)
         self.name = str(address)
-        self._links = {
-            str(peer): TcpNodeLink(peer, self.pack.identity, options.token)
-            for peer in options.peers
-        }
+        self._connect = tcp_connector(self.pack.identity, options.token)
+        self._links: dict[str, NodeLink] = {}
         self.members = Membership(
             self_name=self.name,
-            peers=list(self._links),
-            shard_count=len(lengths),
+            peers=(),
+            shard_count=len(self._lengths),
             replicas=options.replicas,
+            everywhere=everywhere,
             grace_s=options.grace_s,
+            start_s=options.start_s,
         )
         self.staging = Staging(
             self_name=self.name,
-            shard_bytes=lengths,
+            shard_bytes=self._lengths,
             source_bytes_per_s=options.source_bytes_per_s,
             at_once=_AT_ONCE,
         )
-        self.source_bytes = 0  # read from the source so far
+        self.copier = ShardCopier(
+            self.pack, self.shards, self._links.__getitem__, options.wait_s, _AT_ONCE
+        )
+        self._missed = self._failed_copies = 0
+        self._turn = 0  # which peer to ask next
+        self._refused: set[str] = set()  # peers that refuse this node
         self._stop = threading.Event()
-        self._copiers = ThreadPoolExecutor(_AT_ONCE, "paceline-stage")
-        self._running: dict[Future[int], StageShard] = {}
+        self._askers = ThreadPoolExecutor(_ASKED_AT_ONCE, "paceline-ask")
         self._beats: threading.Thread | None = None
+        self.join(map(str, options.peers))
         self._take_what_is_here()
 
     def __enter__(self) -> Self:
@@ -172,17 +187,21 @@ class StoreNode:
         self._beats = threading.Thread(target=self._beat_on, name="paceline-node", daemon=True)
         self._beats.start()
 
+    @property
+    def source_bytes(self) -> int:
+        """Bytes read from the source so far."""
+        return self.copier.source_bytes
+
     def join(self, peers: Iterable[str]) -> None:
         """Take these nodes as peers, too: addresses as `NodeAddress.parse` reads them."""
         for name in peers:
-            if name not in self._links:
-                address = NodeAddress.parse(name)
-                self._links[name] = TcpNodeLink(address, self.pack.identity, self.options.token)
+            if name not in self._links and name != self.name:
+                self._links[name] = self._connect(name)
                 self.members.add(name)
 
     def finish_copies(self) -> None:
         """Wait for the copies that are under way."""
-        futures.wait(list(self._running))
+        self.copier.wait()
         self._collect()
 
     def wait(self, timeout_s: float) -> bool:
@@ -198,26 +217,48 @@ class StoreNode:
         self._stop.set()
         if self._beats is not None:
             self._beats.join()
-        self._copiers.shutdown(cancel_futures=True)
+        self.copier.close()
+        self._askers.shutdown(cancel_futures=True)
         self.server.stop()
         for link in self._links.values():
             link.close()
+        self.shards.close()
         self.pack.close()
 
     def beat(self) -> None:
-        """Ask the peers once, and begin what is to be done. Called by one thread at a time."""
+        """Ask the peers, and begin what is to be done. Called by one thread at a time."""
+        names = self._due_peers()
+        for name, card in zip(names, self._askers.map(self._ask, names), strict=True):
+            event: Event = Silent(node=name)
+            if card is not None:
+                event = Heard(node=name, held=frozenset(card.held))
+                self.join(card.peers)
+            self.members.note(event, self._clock.now_s())
         actions = self.members.handle(TimePassed(), self._clock.now_s())
-        for name, link in self._links.items():
-            try:
-                held = frozenset(link.card(self.options.wait_s).held)
-            except RankLost as problem:
-                _LOG.debug("%s", problem)
-                actions = self.members.handle(Silent(node=name), self._clock.now_s())
-            else:
-                actions = self.members.handle(Heard(node=name, held=held), self._clock.now_s())
-        self._collect()
         if self.options.local is not None:
             self._act(actions)
+        self.tick()
+        self._say()
+
+    def tick(self) -> None:
+        """Do what is due without asking the peers. Called by one thread at a time."""
+        self._collect()
+        for caller in self.server.take_callers():
+            self._meet(caller)
+        for shard in self.server.take_missed():
+            self._missed += 1
+            self.staging.ask(shard)
+        now_s = self._clock.now_s()
+        for stage in self.staging.start(self.members.placement, now_s):
+            self.copier.start(stage)
+
+    def _due_peers(self) -> list[str]:
+        """Return the peers to ask now: those that may be there or not, and some others in turn."""
+        unsure = [name for name in self.members.unsure() if name in self._links]
+        others = sorted(set(self._links).difference(unsure))
+        first = self._turn % len(others) if others else 0
+        self._turn = first + _ASKED_PER_BEAT
+        return [*unsure, *(others[first:] + others[:first])[:_ASKED_PER_BEAT]]
 
     def _act(self, actions: list[Action]) -> None:
         here = self.members.held
@@ -226,35 +267,59 @@ class StoreNode:
             for action in actions
             if isinstance(action, CopyShard) and action.shard not in here
         )
-        for stage in self.staging.start(self.members.placement, self._clock.now_s()):
-            self._running[self._copiers.submit(self._copy, stage)] = stage
         for action in actions:
             if isinstance(action, DropShard):
                 self._drop(action.shard)
 
     def _collect(self) -> None:
         """Take note of the copies that have ended."""
-        for future in [future for future in self._running if future.done()]:
-            stage = self._running.pop(future)
-            problem = future.exception()
+        for stage, problem in self.copier.finished():
             if problem is None:
-                self.source_bytes += future.result()
                 self.staging.done(stage.shard)
                 self._hold(stage.shard)
             elif isinstance(problem, PacelineError | OSError):
+                self._failed_copies += 1
                 _LOG.warning("shard %d could not be copied: %s", stage.shard, problem)
-                self.staging.failed(stage)
+                self.staging.failed(stage, self._clock.now_s())
             else:
                 raise problem
 
+    def _ask(self, name: str) -> NodeCard | None:
+        """Return the card of a peer; None: there is no answer, or not one for this node."""
+        try:
+            card = self._links[name].card(self.options.wait_s, self.name)
+        except RankLost as problem:
+            _LOG.debug("%s", problem)
+            return None
+        except PacelineError as problem:  # another token, another pack
+            if name not in self._refused:
+                self._refused.add(name)
+                _LOG.warning("%s", problem)
+            return None
+        self._refused.discard(name)
+        return card
+
+    def _meet(self, caller: bytes) -> None:
+        """Take a node that asked as a peer."""
+        try:
+            self.join([str(NodeAddress.parse(caller.decode()))])
+        except ValueError as problem:  # no text, or no address
+            _LOG.warning("a node that asked for the card has no address: %s", problem)
+
     def _beat_on(self) -> None:
+        due_s = self._clock.now_s()
         while not self._stop.is_set():
+            is_due = self._clock.now_s() >= due_s
             try:
-                self.beat()
+                self.beat() if is_due else self.tick()
             except (PacelineError, OSError) as problem:
                 _LOG.warning("%s", problem)
-            busy = bool(self._running)
-            self._clock.wait(self._stop, 0.05 if busy else self.options.beat_s)
+            now_s = self._clock.now_s()
+            if is_due:
+                due_s = now_s + self.options.beat_s
+            left_s = max(0.0, due_s - now_s)
+            is_busy = len(self.copier) > 0 or self.staging.left > 0
+            self._clock.wait(self._stop, min(left_s, _TICK_S) if is_busy else left_s)
 
     def _listen(self) -> PeerServer:
         listen = self.options.listen
@@ -269,38 +334,15 @@ class StoreNode:
                 self.options.threads,
             )
 
-    def _prepare_folder(self) -> Path:
-        """Return the folder of the shards that this node serves, with an index in it."""
-        local = self.options.local
-        if local is None:
-            return self.pack.path
-        with storage_errors("cannot prepare local storage", where=local, fix="Give another folder"):
-            local.mkdir(parents=True, exist_ok=True)
-            index = (self.pack.path / INDEX_NAME).read_bytes()
-            if not (local / INDEX_NAME).exists():
-                commit_chunks(local / INDEX_NAME, [index])
-        if (local / INDEX_NAME).read_bytes() != index:
-            raise UsageError(
-                "local storage holds another pack",
-                where=str(local),
-                fix="Give an empty folder, or delete this one",
-            )
-        return local
-
-    def _path(self, shard: int) -> Path:
-        return self.folder / self.pack.index.shard_path(shard).name
-
     def _take_what_is_here(self) -> None:
         """Serve the shards that are in the folder already: written completely, or not there."""
-        for shard, length in enumerate(self._lengths):
-            path = self._path(shard)
-            if path.exists() and path.stat().st_size == length:
-                self.server.hold(shard, os.fsencode(path))
-                self.members.held.add(shard)
+        for shard in self.shards.present():
+            self.server.hold(shard, os.fsencode(self.shards.path(shard)))
+            self.members.held.add(shard)
         self._say()
 
     def _hold(self, shard: int) -> None:
-        self.server.hold(shard, os.fsencode(self._path(shard)))
+        self.server.hold(shard, os.fsencode(self.shards.path(shard)))
         self.members.held.add(shard)
         self._say()
 
@@ -308,59 +350,56 @@ class StoreNode:
         self.members.held.discard(shard)
         self._say()
         self.server.drop(shard)
-        self._path(shard).unlink(missing_ok=True)
+        self.shards.remove(shard)
 
     def _say(self) -> None:
+        """Bring the card up to date."""
+        stats, held = self.server.stats(), sorted(self.members.held)
+        load = NodeLoad(
+            held_bytes=sum(self._lengths[shard] for shard in held),
+            source_bytes=self.copier.source_bytes,
+            peer_bytes=self.copier.peer_bytes,
+            sent_bytes=stats.bytes,
+            reads=stats.reads,
+            ranges=stats.ranges,
+            missed=self._missed,
+            connections=stats.connections,
+            refused_connections=stats.refused_connections,
+            waiting_shards=self.staging.left,
+            copying_shards=len(self.copier),
+            failed_copies=self._failed_copies,
+        )
         card = NodeCard(
             node=self.name,
             host=host_identity(),
-            folder=str(self.folder.absolute()),
-            held=tuple(sorted(self.members.held)),
+            folder=str(self.shards.folder.absolute()),
+            held=tuple(held),
+            peers=tuple(self.members.heard()),
+            load=load,
         )
         self.server.set_card(card.to_bytes())
 
-    def _copy(self, stage: StageShard) -> int:
-        """Copy a shard here, in a thread of its own; return the bytes read from the source."""
-        target, length = self._path(stage.shard), self._lengths[stage.shard]
-        if shutil.disk_usage(self.folder).free < length:
-            raise StorageError(
-                "local storage is full",
-                where=str(self.folder),
-                why=f"shard {stage.shard} has {length} bytes",
-                fix="Free space there, or spread the pack over more nodes",
+
+def shards_of(pack: Pack, patterns: Sequence[str]) -> frozenset[int]:
+    """Return the shards with samples whose names match one of the patterns.
+
+    Raises:
+        UsageError: no name matches a pattern.
+    """
+    found: set[int] = set()
+    for pattern in patterns:
+        matches = re.compile(fnmatch.translate(pattern)).match
+        samples = [sample for sample, name in enumerate(pack.names) if matches(name)]
+        if not samples:
+            raise UsageError(
+                f"no sample's name matches {pattern!a}",
+                where=str(pack.path),
+                fix="List the names: paceline store ls -r",
             )
-        pieces = self._pieces_of_peer(stage) if stage.peer else self._pieces_of_source(stage)
-        commit_chunks(target, self._checked(stage, pieces))
-        return 0 if stage.peer else length
+        for sample in samples:
+            found.update(_shards_of_sample(pack, sample))
+    return frozenset(found)
 
-    def _pieces_of_source(self, stage: StageShard) -> Iterator[bytes]:
-        with self.pack.index.shard_path(stage.shard).open("rb") as file:
-            while piece := file.read(_PIECE_BYTES):
-                yield piece
 
-    def _pieces_of_peer(self, stage: StageShard) -> Iterator[bytes]:
-        link, length = self._links[stage.peer], self._lengths[stage.shard]
-        for offset in range(0, length, _PIECE_BYTES):
-            piece = np.empty(min(_PIECE_BYTES, length - offset), np.uint8)
-            if link.fetch_range(stage.shard, offset, piece, self.options.wait_s) == NOT_HELD:
-                raise StorageError(
-                    "a peer does not hold the shard any longer",
-                    where=stage.peer,
-                    why=f"shard {stage.shard}",
-                    fix="It is copied from elsewhere",
-                )
-            yield piece.tobytes()
-
-    def _checked(self, stage: StageShard, pieces: Iterator[bytes]) -> Iterator[bytes]:
-        """Pass the pieces on; refuse them before they are committed if their digest is wrong."""
-        found = hashlib.sha256()
-        for piece in pieces:
-            found.update(piece)
-            yield piece
-        if self._digests and found.digest() != self._digests[stage.shard]:
-            raise CorruptPack(
-                f"shard {stage.shard} was copied damaged",
-                where=stage.peer or str(self.pack.index.shard_path(stage.shard)),
-                why="its SHA-256 is not the one in the index",
-                fix="Repair the pack: paceline store repair",
-            )
+def _shards_of_sample(pack: Pack, sample: int) -> set[int]:
+    return {int(extent.shard) for extent in pack.extents(sample)}

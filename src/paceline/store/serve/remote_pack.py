@@ -2,6 +2,7 @@
 
 The index is a local copy; the bytes come from the first of these that has them right:
 
+    the cache                shards of other nodes, copied ahead of the reads (cached_shards.py)
     a node on this host      its files are mapped, nothing is sent
     the nodes that hold it   in the order of placement, several nodes at a time
     the source               the pack's folder on the shared file system, if it is known
@@ -14,42 +15,53 @@ the file and what each node did.
 from __future__ import annotations
 
 import itertools
-import logging
-import math
-import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from paceline.core.clock import SystemClock
-from paceline.core.errors import CorruptPack, PacelineError, RankLost, StorageError, UsageError
-from paceline.native import ExtentPlan, PackReader, acquire_buffer
+from paceline.core.errors import CorruptPack, RankLost, StorageError, UsageError
+from paceline.native import ExtentPlan, acquire_buffer
 from paceline.store.read.pack import Pack, open_packed, read_options
-from paceline.store.serve.card import NodeAddress, host_identity
-from paceline.store.serve.links import DAMAGED, GOOD, NOT_HELD, NodeLink, TcpNodeLink
-from paceline.store.serve.membership import Heard, Membership, Silent
+from paceline.store.serve.batch import RemoteBatch
+from paceline.store.serve.cached_shards import CachedShards
+from paceline.store.serve.known_nodes import KnownNodes, TierBytes
+from paceline.store.serve.links import NOT_HELD, tcp_connector
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import os
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import ArrayLike, NDArray
 
     from paceline.core.clock import Clock
-    from paceline.store.serve.card import NodeCard
+    from paceline.store.serve.links import Connector, NodeLink
 
-_LOG = logging.getLogger(__name__)
 _WAIT_S = 30.0
-_ASK_S = 2.0  # for a node's card: one that is gone must not hold up what replicas can serve
-_RETRY_S = 5.0  # before a silent node is asked again
+_POLL_S = 0.05  # between two questions whether a shard has been copied
+_PIECE_BYTES = 8 << 20
 
 
 class RemotePack(Pack):
-    """A data set that nodes serve; see `open_remote`. Samples are numbered as in the pack."""
+    """A data set that nodes serve; see `open_remote`. Samples are numbered as in the pack.
 
-    def __init__(
+    Args:
+        index: folder with the pack's index.
+        links: to the nodes.
+        replicas: copies of each shard, as the nodes were started with.
+        source: the whole pack.
+        wait_s: for what one read asks of one node.
+        stage_wait_s: for a shard that nodes are still copying.
+        maps_files: read the files of nodes on this host instead of asking for bytes.
+        cache: folder for shards of other nodes; None: no cache.
+        cache_bytes: of all shards in it.
+        connect: makes the link to a node that joined later.
+        clock: for retries.
+    """
+
+    def __init__(  # noqa: PLR0913  # one field each of what a client may choose
         self,
         index: str | os.PathLike[str],
         links: Sequence[NodeLink],
@@ -57,29 +69,35 @@ class RemotePack(Pack):
         replicas: int = 1,
         source: str | os.PathLike[str] | None = None,
         wait_s: float = _WAIT_S,
+        stage_wait_s: float = 0.0,
         maps_files: bool = True,
+        cache: str | os.PathLike[str] | None = None,
+        cache_bytes: int = 0,
+        connect: Connector | None = None,
         clock: Clock | None = None,
     ) -> None:
         super().__init__(index, read_options(verify="always", index_only=True))
-        self._links = {link.name: link for link in links}
-        self._source_path = None if source is None else Path(source)
-        self._wait_s = wait_s
-        self._maps_files = maps_files
+        reader = self._open()
         self._clock: Clock = clock or SystemClock()
-        self._lock = threading.Lock()  # of what follows
-        self._near: dict[str, PackReader] = {}
-        self._asked_s: dict[str, float] = {}
-        self._has_missed = False  # some shard was not where it was sought: nodes may have more now
-        self._source: Pack | None = None
-        self._threads: ThreadPoolExecutor | None = None
-        self._process = os.getpid()  # that the threads are of
-        self._members = Membership(
-            self_name="",
-            peers=list(self._links),
-            shard_count=self.shard_count,
+        self._nodes = KnownNodes(
+            links,
+            head=reader.head,
+            shard_count=reader.shard_count,
             replicas=replicas,
-            grace_s=0.0,
+            wait_s=wait_s,
+            maps_files=maps_files,
+            connect=connect,
+            clock=self._clock,
         )
+        self._stage_wait_s = stage_wait_s
+        self._source_path = None if source is None else Path(source)
+        self._source: Pack | None = None
+        self._source_lock = threading.Lock()
+        self._cache: CachedShards | None = None
+        if cache is not None:
+            self._cache = CachedShards(
+                Path(cache), cache_bytes, self, self._pieces_of, self._nodes.is_mapped
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise UsageError(
@@ -93,6 +111,16 @@ class RemotePack(Pack):
         """See `Pack.is_here`: at `path` lies only the index, as far as this pack knows."""
         return False
 
+    @property
+    def tier_bytes(self) -> TierBytes:
+        """From where the bytes of samples came so far, in this process."""
+        return self._nodes.tiers
+
+    @property
+    def cache(self) -> CachedShards | None:
+        """The shards of other nodes on local storage."""
+        return self._cache
+
     def read(self, sample: int) -> bytes:
         """See `Pack.read`; a RankLost says that no node and no source has the sample."""
         self._check_range(sample, sample, self._open())
@@ -104,16 +132,19 @@ class RemotePack(Pack):
         """See `Pack.read_batch`; a RankLost says that no node and no source has a sample."""
         reader = self._open()
         ids = self._ids(samples, reader)
-        self._ask_nodes()
-        for node, near in self._whole_near_readers():
+        self._nodes.refresh()
+        for node, near in self._nodes.whole_readers():
             try:
                 if out is None:
-                    return near.read_batch(ids)
-                offsets = near.read_batch_into(ids, out)
+                    buffer, offsets = near.read_batch(ids)
+                else:
+                    offsets = near.read_batch_into(ids, out)
+                    buffer = out[: offsets[-1]]
             except (CorruptPack, StorageError) as problem:
-                self._drop_near(node, problem)
+                self._nodes.drop_mapped(node, problem)
             else:
-                return out[: offsets[-1]], offsets
+                self._nodes.count(mapped=len(buffer))
+                return buffer, offsets
         plan = ExtentPlan(reader, ids)
         if out is None:
             out = acquire_buffer(plan.size)
@@ -124,23 +155,37 @@ class RemotePack(Pack):
                 why=f"it has {out.nbytes} bytes, the samples {plan.size}",
                 fix="Give a larger one, or none",
             )
-        _Batch(self, plan, ids, out).read()
+        source = None if self._source_path is None else self._open_source
+        RemoteBatch(self, plan, ids, out).read(self._nodes, source, self._cache, self._waits())
+        if self._cache is not None:
+            self._cache.note_read(len(ids))
         return out[: plan.size], plan.offsets
 
     def views(self, samples: ArrayLike) -> list[memoryview]:
         """See `Pack.views`: without a copy if a node on this host holds all shards."""
-        self._ask_nodes()
-        for node, near in self._whole_near_readers():
+        self._nodes.refresh()
+        for node, near in self._nodes.whole_readers():
             try:
                 return near.views(self._ids(samples, near))
             except (CorruptPack, StorageError) as problem:
-                self._drop_near(node, problem)
+                self._nodes.drop_mapped(node, problem)
         buffer, offsets = self.read_batch(samples)
         view = memoryview(buffer.data).toreadonly()
         return [view[begin:end] for begin, end in itertools.pairwise(offsets)]
 
+    def expect(self, order: Iterator[NDArray[np.int64]]) -> None:
+        """See `Pack.expect`: the cache copies shards in this order."""
+        if self._cache is not None:
+            self._nodes.refresh()
+            self._cache.expect(order)
+
     def prefetch(self, samples: ArrayLike) -> None:
-        """Do nothing: batches are fetched as a whole, many requests at a time."""
+        """Take note that these samples are read next, of those that were announced (`expect`).
+
+        Nothing is fetched by this: batches are fetched as a whole, many requests at a time.
+        """
+        if self._cache is not None:
+            self._cache.announce(len(self._flat(samples)))
 
     @property
     def read_times_s(self) -> tuple[float, float]:
@@ -148,82 +193,62 @@ class RemotePack(Pack):
         return 0.0, 0.0
 
     def close(self) -> None:
-        """Close the index and the connections."""
+        """Close the index, the cache and the connections."""
+        if self._cache is not None:
+            self._cache.close()
         super().close()
-        for link in self._links.values():
-            link.close()
-        if self._threads is not None:
-            self._threads.shutdown()
+        self._nodes.close()
 
-    def _ask_nodes(self) -> None:
-        """Ask the nodes that were not asked yet, or were silent for a while, what they hold."""
-        is_complete = len(self._asked_s) == len(self._links) and not self._has_missed
-        if is_complete and len(self._members.live()) == len(self._links):
-            return
-        now_s = self._clock.now_s()
-        with self._lock:
-            names = [
-                name
-                for name in self._links
-                if now_s - self._asked_s.get(name, -math.inf) >= _RETRY_S
-                and (self._has_missed or name not in self._asked_s or self._is_lost(name))
-            ]
-            self._has_missed = self._has_missed and not names
-            self._asked_s.update(dict.fromkeys(names, now_s))
-        for name in names:
+    def _waits(self) -> Callable[[], bool]:
+        """Return what waits a moment, and says whether there was time left for that."""
+        end_s = self._clock.now_s() + self._stage_wait_s
+
+        def wait() -> bool:
+            left_s = end_s - self._clock.now_s()
+            if left_s <= 0:
+                return False
+            self._clock.wait(threading.Event(), min(_POLL_S, left_s))
+            return True
+
+        return wait
+
+    def _pieces_of(self, shard: int) -> Iterator[bytes]:
+        """Yield the bytes of a shard, for the cache."""
+        length = int(self.index.shard_lengths[shard])
+        for node in self._nodes.holders(shard):
             try:
-                card = self._links[name].card(min(_ASK_S, self._wait_s))
-            except RankLost as problem:
-                self._note_lost(name, problem)
-                continue
-            with self._lock:
-                self._members.handle(Heard(node=name, held=frozenset(card.held)), now_s)
-                self._map_near(name, card)
-
-    def _is_lost(self, name: str) -> bool:
-        return name not in self._members.live()
-
-    def _note_lost(self, name: str, problem: RankLost) -> None:
-        now_s = self._clock.now_s()
-        with self._lock:
-            if not self._is_lost(name):
-                _LOG.warning("%s; reading from replicas or the source instead", problem)
-            self._asked_s[name] = now_s
-            self._members.handle(Silent(node=name), now_s)
-
-    def _map_near(self, name: str, card: NodeCard) -> None:
-        """Map the files of a node on this host, if they are there and of this pack."""
-        if not self._maps_files or not card.folder or card.host != host_identity():
+                yield from self._pieces_of_node(node, shard, length)
+            except RankLost as problem:  # the digest tells if what was sent so far is of use
+                self._nodes.note_lost(node, problem)
+                raise
             return
-        try:
-            options = read_options()
-            near = PackReader(os.fsencode(card.folder), **options, lazy=True)
-        except (PacelineError, OSError):  # another container's folder, for example
-            return
-        if near.head == self._open().head:
-            self._near[name] = near
+        if self._source_path is None:
+            raise RankLost(
+                "no node holds the shard",
+                where=f"shard {shard}",
+                fix="Start the nodes again, or give the pack on the shared file system as source",
+            )
+        with self._open_source().index.shard_path(shard).open("rb") as file:
+            while piece := file.read(_PIECE_BYTES):
+                yield piece
 
-    def _whole_near_readers(self) -> list[tuple[str, PackReader]]:
-        """Return the nodes of which all shards are mapped here, and their readers."""
-        return [(node, near) for node, near in self._near.items() if self._members.holds_all(node)]
+    def _pieces_of_node(self, node: str, shard: int, length: int) -> Iterator[bytes]:
+        for offset in range(0, length, _PIECE_BYTES):
+            piece = np.empty(min(_PIECE_BYTES, length - offset), np.uint8)
+            if self._nodes.fetch_range(node, shard, offset, piece) == NOT_HELD:
+                self._nodes.note_missing(node, shard)
+                raise RankLost(
+                    "a node does not hold the shard any longer",
+                    where=node,
+                    why=f"shard {shard}",
+                    fix="It is read from elsewhere",
+                )
+            yield piece.tobytes()
 
-    def _drop_near(self, node: str, problem: PacelineError) -> None:
-        _LOG.warning("%s; reading from other nodes instead", problem)
-        with self._lock:
-            self._near.pop(node, None)
-
-    def _holders(self, shard: int) -> list[str]:
-        with self._lock:
-            return self._members.holders(shard)
-
-    def _forget(self, name: str, shard: int) -> None:
-        with self._lock:
-            self._has_missed = True
-            self._members.forget(name, shard)
-
-    def _source_pack(self) -> Pack | None:
-        with self._lock:
-            if self._source is None and self._source_path is not None:
+    def _open_source(self) -> Pack:
+        with self._source_lock:
+            if self._source is None:
+                assert self._source_path is not None
                 opened = open_packed(self._source_path)
                 if opened.identity != self.identity:
                     raise UsageError(
@@ -235,113 +260,8 @@ class RemotePack(Pack):
                 self._source = opened
             return self._source
 
-    def _pool(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._threads is None or self._process != os.getpid():  # a fork has no threads
-                self._threads = ThreadPoolExecutor(8, "paceline-fetch")
-                self._process = os.getpid()
-            return self._threads
 
-
-class _Batch:
-    """One batch on its way: which extents are still to be read, and who failed with which shard."""
-
-    def __init__(
-        self, pack: RemotePack, plan: ExtentPlan, ids: NDArray[np.int64], out: NDArray[np.uint8]
-    ) -> None:
-        self.pack = pack
-        self.plan = plan
-        self.ids = ids
-        self.out = out
-        self.shards = plan.shards
-        self.left = np.arange(len(self.shards))
-        self.problems: dict[int, dict[str, str]] = {}  # by shard and node
-
-    def read(self) -> None:
-        """Fill the buffer.
-
-        Raises:
-            RankLost: no node that is there has a sample right, and there is no source.
-            CorruptPack: the source has it damaged, too; or all nodes have.
-        """
-        while self.left.size:
-            groups, hopeless = self._groups()
-            if hopeless.size:
-                self._read_source(hopeless)
-            if not groups:
-                return
-            if len(groups) == 1:
-                results = [self._fetch(*groups[0])]
-            else:
-                results = list(self.pack._pool().map(lambda group: self._fetch(*group), groups))  # noqa: SLF001
-            self.left = np.concatenate(results)
-
-    def _groups(self) -> tuple[list[tuple[str, NDArray[np.int64]]], NDArray[np.int64]]:
-        """Return the extents to ask each node for, and those that no node is left for."""
-        nodes: dict[str, list[NDArray[np.int64]]] = {}
-        hopeless = []
-        of_shard = self.shards[self.left]
-        for shard in np.unique(of_shard).tolist():
-            items = self.left[of_shard == shard]
-            failed = self.problems.get(shard, {})
-            holders = (name for name in self.pack._holders(shard) if name not in failed)  # noqa: SLF001
-            node = next(holders, None)
-            if node is None:
-                hopeless.append(items)
-            else:
-                nodes.setdefault(node, []).append(items)
-        groups = [(node, np.concatenate(items)) for node, items in nodes.items()]
-        return groups, np.concatenate(hopeless) if hopeless else np.empty(0, np.int64)
-
-    def _fetch(self, node: str, items: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Fetch from one node; return what it did not have right."""
-        pack = self.pack
-        try:
-            outcomes = pack._links[node].fetch(self.plan, items, self.out, pack._wait_s)[items]  # noqa: SLF001
-        except RankLost as problem:
-            pack._note_lost(node, problem)  # noqa: SLF001
-            for shard in set(self.shards[items].tolist()):
-                self.problems.setdefault(shard, {})[node] = problem.why or problem.what
-            return items
-        bad: NDArray[np.int64] = items[outcomes != GOOD]
-        for item, outcome in zip(bad.tolist(), outcomes[outcomes != GOOD].tolist(), strict=True):
-            shard = int(self.shards[item])
-            why = "it does not hold the shard" if outcome == NOT_HELD else "its bytes are damaged"
-            if outcome == NOT_HELD:
-                pack._forget(node, shard)  # noqa: SLF001
-            elif outcome == DAMAGED:
-                _LOG.warning("%s sent damaged bytes of shard %d; reading elsewhere", node, shard)
-            self.problems.setdefault(shard, {})[node] = why
-        return bad
-
-    def _read_source(self, items: NDArray[np.int64]) -> None:
-        """Read samples that no node has right from the source."""
-        self.pack._has_missed = True  # noqa: SLF001
-        source = self.pack._source_pack()  # noqa: SLF001
-        if source is None:
-            raise self._nobody_has(int(items[0]))
-        offsets = self.plan.offsets
-        for number in np.unique(self.plan.numbers[items]).tolist():
-            place = self.out[offsets[number] : offsets[number + 1]]
-            source.read_batch(self.ids[number : number + 1], place)
-
-    def _nobody_has(self, item: int) -> PacelineError:
-        shard = int(self.shards[item])
-        sample = int(self.ids[self.plan.numbers[item]])
-        problems = self.problems.get(shard, {})
-        damaged = problems and all("damaged" in why for why in problems.values())
-        error_class = CorruptPack if damaged else RankLost
-        name = self.pack.names[sample]
-        said = "; ".join(f"{node}: {why}" for node, why in problems.items())
-        return error_class(
-            f"sample {sample} {name!a} cannot be read from any node",
-            where=str(self.pack.index.shard_path(shard)),
-            why=said or "no node that can be reached holds its shard",
-            fix="Start the nodes again, or give the pack on the shared file system as source",
-        )
-
-
-def open_remote(
+def open_remote(  # noqa: PLR0913  # one field each of what a client may choose
     index: str | os.PathLike[str],
     nodes: Sequence[str],
     *,
@@ -349,26 +269,45 @@ def open_remote(
     source: str | os.PathLike[str] | None = None,
     token: str = "",
     wait_s: float = _WAIT_S,
+    stage_wait_s: float = 0.0,
     maps_files: bool = True,
+    cache: str | os.PathLike[str] | None = None,
+    cache_bytes: int = 0,
 ) -> RemotePack:
     """Open a pack whose shards nodes serve (``paceline store serve``).
 
     Args:
         index: folder with the pack's index, ``index.pace``; no shards are needed.
-        nodes: their addresses, ``HOST:PORT``: the same on all clients and nodes.
+        nodes: their addresses, ``HOST:PORT``: as the nodes know each other. One that is up is
+            enough: it names the others.
         replicas: copies of each shard, as the nodes were started with.
         source: the whole pack, to read what no node has.
         token: that the nodes were started with.
         wait_s: for what one read asks of one node.
+        stage_wait_s: how long to wait for a shard that no node has copied yet before it is read
+            from the source. 0: not at all, so that a loop is never held up; with more, the shared
+            file system is read once, by the nodes.
         maps_files: read the files of nodes on this host instead of asking for bytes.
+        cache: folder on local storage, of this process alone, in which shards of other nodes are
+            kept, copied ahead of a loader's order; None: there is none.
+        cache_bytes: of all shards in it.
 
     Raises:
         NotFound: there is no index.
-        UsageError: an address is none; a node refuses the token, or serves another pack.
+        UsageError: an address is none; a node refuses the token, or serves another pack; the cache
+            is in use.
     """
     with open_packed(index, index_only=True) as opened:
-        identity = opened.identity
-    links = [TcpNodeLink(NodeAddress.parse(node), identity, token) for node in nodes]
+        connect = tcp_connector(opened.identity, token)
     return RemotePack(
-        index, links, replicas=replicas, source=source, wait_s=wait_s, maps_files=maps_files
+        index,
+        [connect(node) for node in nodes],
+        replicas=replicas,
+        source=source,
+        wait_s=wait_s,
+        stage_wait_s=stage_wait_s,
+        maps_files=maps_files,
+        cache=cache,
+        cache_bytes=cache_bytes,
+        connect=connect,
     )

@@ -9,6 +9,7 @@ Shards that a reader has asked for come first.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from paceline.store.serve.placement import NodePlacement
+
+
+_LONGEST_REST_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +43,7 @@ class Staging:
         source_bytes_per_s: limit for reading from the source; 0: none.
         burst_bytes: that may be read at once after a pause; at least one shard goes through.
         at_once: copies under way at most.
+        retry_s: before a copy that failed is tried again; twice as long after each failure.
     """
 
     self_name: str
@@ -46,10 +51,13 @@ class Staging:
     source_bytes_per_s: float = 0.0
     burst_bytes: int = 64 << 20
     at_once: int = 2
+    retry_s: float = 1.0
     _wanted: dict[int, CopyShard] = field(default_factory=dict, init=False)
     _running: set[int] = field(default_factory=set, init=False)
     _urgent: dict[int, None] = field(default_factory=dict, init=False)
     _failed: dict[int, set[str]] = field(default_factory=dict, init=False)
+    _failures: dict[int, int] = field(default_factory=dict, init=False)  # by shard, in a row
+    _resting_s: dict[int, float] = field(default_factory=dict, init=False)  # by shard: until when
     _level_bytes: float = field(default=0.0, init=False)  # below 0: the source rests until it is 0
     _level_s: float | None = field(default=None, init=False)
 
@@ -78,7 +86,8 @@ class Staging:
             if len(self._running) >= self.at_once:
                 break
             copy = self._wanted.get(shard)
-            if copy is None or shard in self._running:
+            is_resting = now_s < self._resting_s.get(shard, now_s)
+            if copy is None or shard in self._running or is_resting:
                 continue
             stage = self._stage(copy, placement)
             if stage is not None:
@@ -91,18 +100,22 @@ class Staging:
         self._running.discard(shard)
         self._wanted.pop(shard, None)
         self._urgent.pop(shard, None)
-        self._failed.pop(shard, None)
+        for notes in (self._failed, self._failures, self._resting_s):
+            notes.pop(shard, None)
 
-    def failed(self, stage: StageShard) -> None:
+    def failed(self, stage: StageShard, now_s: float) -> None:
         """Take note that a copy failed: it is tried again, not from the same peer at first."""
         self._running.discard(stage.shard)
         self._failed.setdefault(stage.shard, set()).add(stage.peer)
+        count = self._failures[stage.shard] = self._failures.get(stage.shard, 0) + 1
+        rest_s = min(self.retry_s * 2 ** min(count - 1, 16), _LONGEST_REST_S)
+        self._resting_s[stage.shard] = now_s + rest_s
 
     def _stage(self, copy: CopyShard, placement: NodePlacement) -> StageShard | None:
         failed = self._failed.get(copy.shard, set())
         peers = [name for name in copy.holders if name not in failed]
         if peers:
-            return StageShard(shard=copy.shard, peer=peers[0])
+            return StageShard(shard=copy.shard, peer=peers[self._choice(copy.shard, len(peers))])
         is_first = placement.owners_of(copy.shard)[0] == self.self_name
         if not is_first and not failed:
             return None  # its first owner reads it
@@ -112,6 +125,10 @@ class Staging:
             self._level_bytes -= self.shard_bytes[copy.shard]
         self._failed.pop(copy.shard, None)  # should the source fail, all are tried again
         return StageShard(shard=copy.shard)
+
+    def _choice(self, shard: int, count: int) -> int:
+        """Return which of `count` peers to copy from: not all nodes the same one."""
+        return zlib.crc32(f"{self.self_name} {shard}".encode()) % count
 
     def _refill(self, now_s: float) -> None:
         since_s = 0.0 if self._level_s is None else now_s - self._level_s
