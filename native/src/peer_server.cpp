@@ -1,6 +1,7 @@
 #include "paceline/peer_server.hpp"
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
@@ -28,6 +29,7 @@ struct PeerServer::HeldShard {
 namespace {
 
 constexpr std::size_t max_iov = 64;
+constexpr std::size_t max_missed = 1024;  // whatever clients ask for
 // In one turn of a connection, so that a client of many bytes doesn't starve the others.
 constexpr std::size_t turn_bytes = std::size_t{4} << 20;
 
@@ -72,6 +74,18 @@ int listen_on(const std::string& host, std::uint16_t port, std::uint16_t* bound)
   }
   *bound = ntohs(storage.ss_family == AF_INET ? four->sin_port : six->sin6_port);
   return fd;
+}
+
+void take_over(int listener, std::uint16_t* bound) {
+  sockaddr_storage storage{};
+  socklen_t size = sizeof storage;
+  if (getsockname(listener, reinterpret_cast<sockaddr*>(&storage), &size) != 0 ||
+      fcntl(listener, F_SETFL, O_NONBLOCK) != 0 || fcntl(listener, F_SETFD, FD_CLOEXEC) != 0) {
+    fail("a listening socket");
+  }
+  *bound = ntohs(storage.ss_family == AF_INET
+                     ? reinterpret_cast<const sockaddr_in*>(&storage)->sin_port
+                     : reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_port);
 }
 
 struct Reply {  // a frame on its way out
@@ -398,7 +412,12 @@ class PeerServer::Worker {
 
 PeerServer::PeerServer(const PeerServerOptions& options)
     : options_(options), card_(std::make_shared<const std::string>()) {
-  listener_ = listen_on(options_.host, options_.port, &port_);
+  if (options_.listener >= 0) {
+    take_over(options_.listener, &port_);
+    listener_ = options_.listener;
+  } else {
+    listener_ = listen_on(options_.host, options_.port, &port_);
+  }
   wake_ = eventfd(0, EFD_CLOEXEC);
   for (unsigned i = 0; i < std::max(1U, options_.threads); ++i) {
     threads_.emplace_back([this] { Worker(*this).run(); });
@@ -435,10 +454,19 @@ void PeerServer::drop(std::uint32_t shard) {
   held_.erase(shard);
 }
 
-std::shared_ptr<const PeerServer::HeldShard> PeerServer::find(std::uint32_t shard) const {
+std::shared_ptr<const PeerServer::HeldShard> PeerServer::find(std::uint32_t shard) {
   const std::lock_guard lock(mutex_);
   const auto found = held_.find(shard);
-  return found == held_.end() ? nullptr : found->second;
+  if (found != held_.end()) return found->second;
+  if (missed_.size() < max_missed) missed_.insert(shard);
+  return nullptr;
+}
+
+std::vector<std::uint32_t> PeerServer::take_missed() {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::uint32_t> missed(missed_.begin(), missed_.end());
+  missed_.clear();
+  return missed;
 }
 
 std::shared_ptr<const std::string> PeerServer::card() const {

@@ -15,6 +15,7 @@
 #include <string>
 #include <thread>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "paceline/peer_frames.hpp"
@@ -29,6 +30,7 @@ bool equal_in_constant_time(std::span<const std::byte> a, std::span<const std::b
 struct PeerServerOptions {
   std::string host = "127.0.0.1";  // a numeric address
   std::uint16_t port = 0;          // 0: any free one
+  int listener = -1;               // or a socket that listens already; the server closes it
   Digest token{};                  // of the token; of "" where none is needed
   Digest pack{};                   // of the identity of the pack
   unsigned threads = 1;
@@ -55,12 +57,14 @@ class PeerServer {
   // Serves this file as a shard from now on. Throws PackError: it cannot be mapped.
   void hold(std::uint32_t shard, const std::string& path);
   void drop(std::uint32_t shard);  // reads that were asked for are still answered
+  // The shards that clients asked for and that are not held, since the last call.
+  std::vector<std::uint32_t> take_missed();
   PeerServerStats stats() const noexcept;
   void stop();
 
   // For the workers.
   struct HeldShard;
-  std::shared_ptr<const HeldShard> find(std::uint32_t shard) const;
+  std::shared_ptr<const HeldShard> find(std::uint32_t shard);
   std::shared_ptr<const std::string> card() const;
   const PeerServerOptions& options() const noexcept { return options_; }
 
@@ -71,8 +75,9 @@ class PeerServer {
   int listener_ = -1;
   int wake_ = -1;  // an eventfd that ends the workers
   std::uint16_t port_ = 0;
-  mutable std::mutex mutex_;  // of the two below
+  mutable std::mutex mutex_;  // of the three below
   std::unordered_map<std::uint32_t, std::shared_ptr<const HeldShard>> held_;
+  std::unordered_set<std::uint32_t> missed_;  // at most max_missed
   std::shared_ptr<const std::string> card_;
   std::atomic<std::uint64_t> connections_{0}, open_{0}, refused_{0}, reads_{0}, ranges_{0}, bytes_{0};
   std::vector<std::thread> threads_;

@@ -70,6 +70,8 @@ class NodeOptions:
         token: needed as soon as `listen` is no address of loopback.
         source_bytes_per_s: limit for reading from the pack; 0: none.
         threads: that send.
+        name: by which peers know this node, if that is not the address it listens on.
+        listener: descriptor of a socket that listens at `listen` already; -1: none.
         beat_s: between two questions to each peer.
         grace_s: silence after which a peer is lost.
         wait_s: for an answer of a peer.
@@ -82,6 +84,8 @@ class NodeOptions:
     token: str = ""
     source_bytes_per_s: float = 0.0
     threads: int = 1
+    name: str = ""
+    listener: int = -1
     beat_s: float = 1.0
     grace_s: float = 10.0
     wait_s: float = 5.0
@@ -131,7 +135,7 @@ class StoreNode:
         self.folder = self._prepare_folder()
         self.server = self._listen()
         address = NodeAddress(host=options.listen.host, port=self.server.port)
-        self.name = str(address)
+        self.name = options.name or str(address)
         self._links = {
             str(peer): TcpNodeLink(peer, self.pack.identity, options.token)
             for peer in options.peers
@@ -180,6 +184,10 @@ class StoreNode:
                 self._links[name] = TcpNodeLink(address, self.pack.identity, self.options.token)
                 self.members.add(name)
 
+    def link(self, name: str) -> TcpNodeLink:
+        """Return the way to a peer."""
+        return self._links[name]
+
     def finish_copies(self) -> None:
         """Wait for the copies that are under way."""
         futures.wait(list(self._running))
@@ -216,6 +224,8 @@ class StoreNode:
             else:
                 actions = self.members.handle(Heard(node=name, held=held), self._clock.now_s())
         self._collect()
+        for shard in self.server.take_missed():
+            self.staging.ask(shard)
         if self.options.local is not None:
             self._act(actions)
 
@@ -267,6 +277,7 @@ class StoreNode:
                 digest(self.options.token),
                 digest(self.pack.identity),
                 self.options.threads,
+                self.options.listener,
             )
 
     def _prepare_folder(self) -> Path:

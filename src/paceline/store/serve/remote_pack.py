@@ -25,12 +25,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.core.clock import SystemClock
+from paceline.core.config import environment
 from paceline.core.errors import CorruptPack, PacelineError, RankLost, StorageError, UsageError
 from paceline.native import ExtentPlan, PackReader, acquire_buffer
 from paceline.store.read.pack import Pack, open_packed, read_options
 from paceline.store.serve.card import NodeAddress, host_identity
 from paceline.store.serve.links import DAMAGED, GOOD, NOT_HELD, NodeLink, TcpNodeLink
 from paceline.store.serve.membership import Heard, Membership, Silent
+from paceline.store.serve.run_data import find_served
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -343,7 +345,7 @@ class _Batch:
 
 def open_remote(
     index: str | os.PathLike[str],
-    nodes: Sequence[str],
+    nodes: Sequence[str] | None = None,
     *,
     replicas: int = 1,
     source: str | os.PathLike[str] | None = None,
@@ -355,7 +357,9 @@ def open_remote(
 
     Args:
         index: folder with the pack's index, ``index.pace``; no shards are needed.
-        nodes: their addresses, ``HOST:PORT``: the same on all clients and nodes.
+        nodes: their addresses, ``HOST:PORT``: the same on all clients and nodes. None: those of
+            this run, which was started with ``paceline run --data`` and this path; then replicas,
+            source and token are the run's.
         replicas: copies of each shard, as the nodes were started with.
         source: the whole pack, to read what no node has.
         token: that the nodes were started with.
@@ -363,9 +367,13 @@ def open_remote(
         maps_files: read the files of nodes on this host instead of asking for bytes.
 
     Raises:
-        NotFound: there is no index.
+        NotFound: there is no index; or no nodes were given, and the run serves no such pack.
         UsageError: an address is none; a node refuses the token, or serves another pack.
     """
+    if nodes is None:
+        served = find_served(index, environment())
+        index, nodes, source = served.local, served.nodes, served.place
+        replicas, token = served.replicas, served.token
     with open_packed(index, index_only=True) as opened:
         identity = opened.identity
     links = [TcpNodeLink(NodeAddress.parse(node), identity, token) for node in nodes]
