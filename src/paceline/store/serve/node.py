@@ -154,6 +154,7 @@ class StoreNode:
             at_once=_AT_ONCE,
         )
         self.source_bytes = 0  # read from the source so far
+        self._asked: set[int] = set()  # shards that readers here want; forgotten at each beat
         self._stop = threading.Event()
         self._copiers = ThreadPoolExecutor(_AT_ONCE, "paceline-stage")
         self._running: dict[Future[int], StageShard] = {}
@@ -187,6 +188,10 @@ class StoreNode:
     def link(self, name: str) -> TcpNodeLink:
         """Return the way to a peer."""
         return self._links[name]
+
+    def ask(self, shard: int) -> None:
+        """Have a shard copied before others, if it is this node's to copy; from any thread."""
+        self._asked.add(shard)
 
     def finish_copies(self) -> None:
         """Wait for the copies that are under way."""
@@ -224,8 +229,6 @@ class StoreNode:
             else:
                 actions = self.members.handle(Heard(node=name, held=held), self._clock.now_s())
         self._collect()
-        for shard in self.server.take_missed():
-            self.staging.ask(shard)
         if self.options.local is not None:
             self._act(actions)
 
@@ -236,6 +239,9 @@ class StoreNode:
             for action in actions
             if isinstance(action, CopyShard) and action.shard not in here
         )
+        asked, self._asked = self._asked, set()
+        for shard in [*asked, *self.server.take_missed()]:
+            self.staging.ask(shard)
         for stage in self.staging.start(self.members.placement, self._clock.now_s()):
             self._running[self._copiers.submit(self._copy, stage)] = stage
         for action in actions:

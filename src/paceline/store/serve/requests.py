@@ -170,7 +170,8 @@ class RequestService:
         """
         end_s = self._clock.now_s() + self._stage_wait_s
         while True:
-            for place in self._places(request.shard)[request.attempt :]:
+            places = self._places(request.shard)[request.attempt :]
+            for place in places:
                 if place == _SELF:
                     return RequestOutcome.HERE
                 if place != _SOURCE:
@@ -179,9 +180,9 @@ class RequestService:
                 elif request.attempt or self._is_overdue(request.shard, end_s):
                     self._read_source(request, out)
                     return RequestOutcome.GOOD
-            if self._stop.is_set() or request.attempt > len(self._places(request.shard)):
+            if self._stop.is_set() or not places:
                 return RequestOutcome.NOBODY
-            self._node.staging.ask(request.shard)  # if it is this node that has to copy it
+            self._node.ask(request.shard)
             self._clock.wait(self._stop, _LOOK_S)
 
     def _places(self, shard: int) -> list[str]:
