@@ -260,3 +260,73 @@ def test_two_nodes_that_share_a_folder_are_misuse(data, tmp_path):
     done = [task.wait() for task in tasks]
     assert 2 in [task.code for task in done]
     assert "another data server uses this node's folder" in done[0].err + done[1].err
+
+
+def test_tasks_of_a_slurm_step_share_the_server_of_their_node(data, tmp_path):
+    """Four tasks on two hosts, with the variables that srun would give them."""
+    require_networks()
+    words = ("/bin/sh", "-c", COMPARE, "sh", "/mnt/x", data / "plain")
+    with network(2) as hosts:
+        step = {
+            "SLURM_JOB_ID": "7",
+            "SLURM_STEP_ID": "0",
+            "SLURM_NTASKS": "4",
+            "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+            "SLURM_STEP_NODELIST": hosts[0][0],
+        }
+        tasks = [
+            Launched(
+                tmp_path,
+                *("run", "--no-record", "--out", "RUN", "--data", f"{data / 'pack'}:/mnt/x"),
+                *words,
+                prefix=hosts[number // 2][1],
+                env={
+                    **step,
+                    "SLURM_PROCID": str(number),
+                    "SLURM_LOCALID": str(number % 2),
+                    "SLURM_NODEID": str(number // 2),
+                },
+            )
+            for number in range(4)
+        ]
+        done = [task.wait() for task in tasks]
+    assert [task.code for task in done] == [0] * 4, [task.err for task in done]
+    found = reports(tmp_path / "RUN")
+    assert len(found) == 2
+    assert sum(report["source_bytes"] for report in found) == shard_bytes(data / "pack")
+    for task in done:
+        task.assert_nothing_left()
+
+
+def test_replicas_serve_what_a_killed_server_held(data, tmp_path):
+    """Three nodes: two of them have each shard, so no file is read from the source."""
+    script = tmp_path / "paused.py"
+    script.write_text(PAUSED)
+    flags = tmp_path / "flags"
+    flags.mkdir()
+    options = ("--data", f"{data / 'pack'}:/mnt/x", "--data-replicas", 2)
+    local = ("--data-folder",)
+    tasks = [
+        Launched(
+            tmp_path,
+            *("run", "--no-record", "--out", "RUN", "--nnodes", 3, "--node-rank", number),
+            *("--rdzv-endpoint", "127.0.0.1:28401", *options, *local, tmp_path / f"l{number}"),
+            *(script, "/mnt/x", data / "plain", flags),
+        )
+        for number in range(3)
+    ]
+    with tasks[0], tasks[1], tasks[2]:
+        count = len(list((data / "pack").glob("shard-*")))
+        await_true(
+            lambda: len(list(tmp_path.glob("l*/*/shard-*.pace"))) == 2 * count,
+            "all copies to be made",
+        )
+        await_true(lambda: len(list(flags.glob("ready*"))) == 3, "all programs to read")
+        os.kill(servers(tasks[2])[0], signal.SIGKILL)
+        (flags / "go").touch()
+        done = [task.wait() for task in tasks]
+    assert [task.code for task in done] == [0] * 3, [task.err for task in done]
+    assert [task.out.split(maxsplit=1)[1] for task in done] == ["True 61 0 []\n"] * 3
+    found = reports(tmp_path / "RUN")  # of the two that were not killed
+    assert len(found) == 2
+    assert sum(report["source_bytes"] for report in found) <= shard_bytes(data / "pack")
