@@ -34,7 +34,7 @@ def images(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [2])
 def test_training_from_the_nodes_is_training_from_the_plain_folder(images, tmp_path, workers):
     require_networks()
     plain = paceline(
