@@ -58,7 +58,6 @@ bool ServedFiles::is_here(const PackReader& reader, std::uint64_t sample) const 
 
 void ServedFiles::read(const PackReader& reader, std::uint64_t sample, std::byte* target) {
   std::string why;
-  const auto size = reader.checked_length(sample);
   for (int round = 0; round < 2; ++round) {
     std::uint32_t tried = 0;
     if (is_here(reader, sample)) {
@@ -70,6 +69,7 @@ void ServedFiles::read(const PackReader& reader, std::uint64_t sample, std::byte
         tried = is_here(reader, sample) ? 1 : 0;
       }
     }
+    const std::size_t size = reader.checked_length(sample);
     const Fetched fetched = fetch(reader, sample, {target, size}, tried, why);
     if (fetched == Fetched::yes) return;
     if (fetched == Fetched::no) break;

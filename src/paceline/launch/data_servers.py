@@ -28,7 +28,13 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from paceline.core.errors import DeadlineExceeded, RankLost, UsageError, storage_errors
+from paceline.core.errors import (
+    DeadlineExceeded,
+    RankLost,
+    StorageError,
+    UsageError,
+    storage_errors,
+)
 from paceline.core.files import commit_bytes
 from paceline.core.processes import signal_name
 from paceline.launch.rendezvous.addresses import open_data_listener
@@ -232,9 +238,11 @@ class _PackServer:
                 how,
             )
         elif said:
-            with storage_errors("the data server's report", where=self._report, fix="Free space"):
+            try:
                 self._report.parent.mkdir(parents=True, exist_ok=True)
-            commit_bytes(self._report, said)
+                commit_bytes(self._report, said)
+            except (OSError, StorageError) as problem:  # the run itself is as it was
+                _LOG.warning("no report of a data server: %s", problem)
 
     def _end(self) -> None:
         self._ending.set()
@@ -286,11 +294,15 @@ def _claim_local(data: RunData, config: RunConfig) -> tuple[Path, int, bool]:
     ):
         if not config.data_folder:
             _remove_leftovers(parent)
-            folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            while True:  # another launcher may take a folder without a lock for a leftover
+                folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+                lock = _locked(folder)
+                if lock is not None and os.fstat(lock).st_nlink:
+                    break
         else:
             folder = parent / f"{Path(data.place).name}-{data.identity[:12]}"
             folder.mkdir(parents=True, exist_ok=True)
-        lock = _locked(folder)
+            lock = _locked(folder)
     if lock is None:
         raise UsageError(
             "another data server uses this node's folder",
