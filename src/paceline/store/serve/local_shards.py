@@ -23,7 +23,7 @@ from paceline.core.files import (
     try_lock,
     write_all,
 )
-from paceline.store.format.layout import INDEX_NAME
+from paceline.store.format.layout import INDEX_NAME, NUMBERED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -136,9 +136,9 @@ class LocalShards:
             )
         marker = self.folder / _MARKER
         if not marker.exists():
-            if any(self.folder.iterdir()):
+            if any(NUMBERED.fullmatch(path.name) for path in self.folder.iterdir()):
                 raise UsageError(
-                    "will not keep shards in a folder with other files",
+                    "will not keep shards in the folder of a pack",
                     where=str(self.folder),
                     why="shards that are not needed any more are deleted there",
                     fix="Give a folder that is empty, or not there",
