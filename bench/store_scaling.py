@@ -43,7 +43,7 @@ FILE_BYTES = 107_000
 BATCH = 32
 IN_FLIGHT = 4  # batches, as LoaderOptions.batches_ahead
 SHARDS_PER_NODE = 64  # 16 GB in shards of 256 MiB
-NETWORKS = {"FDR InfiniBand": 56e9 / 8, "Omni-Path": 100e9 / 8, "10 Gbit/s Ethernet": 10e9 / 8}
+NETWORKS = {"FDR InfiniBand": 56e9 / 8, "Omni-Path": 100e9 / 8}
 NODES = (2, 4, 16, 64, 512, 4096)
 LOCAL_S = 30e-6  # of a file from a mapping of local storage; store_remote.py, row "mapped"
 BEAT_S = 1.0
@@ -168,7 +168,7 @@ def main():
     for count in NODES[:5] if asked.quick else NODES:
         tell(f"{count} nodes")
         owners = first_owners(count)
-        batches = max(20, min(400, 200_000 // count))
+        batches = max(24, min(400, 100_000 // count))
         for network, bytes_per_s in NETWORKS.items():
             service = server_s, client_s
             rate, busiest = simulate(owners, count, batches, service, bytes_per_s)

@@ -1,6 +1,7 @@
 """Servers as processes: staging, joining, losing all of them; what a client then reads, and how."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -272,6 +273,28 @@ def test_a_loader_fills_the_cache_in_its_own_order(pack, tmp_path, shuffle):
         assert again.cache.shards  # what was left there is used
         assert_equal(pack, again)
         assert again.tier_bytes.cached > 0
+
+
+def test_a_forked_child_reads_what_is_cached(pack, tmp_path):
+    with remote_with_cache(pack, tmp_path / "cache", 1 << 30) as remote:
+        remote.expect(iter([np.arange(COUNT)]))
+        assert remote.cache.wait_until_filled(60)
+        child = os.fork()
+        if child == 0:
+            body = remote.read_batch(range(COUNT))[0].tobytes()
+            same = body == pack.read_batch(range(COUNT))[0].tobytes()
+            os._exit(0 if same and remote.tier_bytes.nodes == 0 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_shards_of_a_pack_are_never_taken_for_those_of_a_cache(pack, tmp_path):
+    shutil.copytree(pack.path, tmp_path / "copy")
+    names = sorted(path.name for path in (tmp_path / "copy").iterdir())
+    with pytest.raises(UsageError, match="folder of a pack"):
+        remote_with_cache(pack, tmp_path / "copy", SHARD_BYTES)
+    with pytest.raises(UsageError, match="folder of a pack"):
+        StoreNode(pack.path, NodeOptions(listen=LOOPBACK, local=tmp_path / "copy"))
+    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == names
 
 
 def test_fit_says_what_fits(pack):

@@ -269,7 +269,7 @@ class StoreNode:
 
     def _due_peers(self) -> list[str]:
         """Return the peers to ask now: those that may be there or not, and some others in turn."""
-        unsure = self.members.unsure()
+        unsure = [name for name in self.members.unsure() if name in self._links]
         others = sorted(set(self._links).difference(unsure))
         first = self._turn % len(others) if others else 0
         self._turn = first + _ASKED_PER_BEAT
