@@ -4,7 +4,7 @@
 (emulated_hosts.py), each link limited in both directions; ranks read files of 107 KB with open and
 read. All shards are on their nodes before the time is taken, and each file is read once.
 
-- links: each host reads only files that other hosts have, with 8 threads. The rate is that of the
+- links: each host reads only files that other hosts have, with 16 threads. The rate is that of the
   files' bytes; wire is what the links received meanwhile; stream: plain sockets over all links at
   the same time, in the same run.
 - epoch: a loop that takes a batch of 8 files (856 KB) each 20 ms, read ahead by 4 threads: each
@@ -84,7 +84,7 @@ def received_bytes():
 
 
 def read_links(names):
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
         return sum(pool.map(read_file, names, chunksize=4))
 
 
@@ -108,7 +108,7 @@ def reader(what, place, folder, rounds):
     rank, hosts = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with store.open_pack(place, index_only=True) as pack:
         shards = np.array([pack.extents(sample)[0].shard for sample in range(len(pack))])
-        names = pack.names[:]
+        names = list(pack.names)
         count = pack.shard_count
     while len(list(folder.glob("local*/*/shard-*.pace"))) < count:
         time.sleep(0.05)
@@ -120,7 +120,7 @@ def reader(what, place, folder, rounds):
             chosen = chosen[rank :: hosts - 1][: HOST_BYTES // FILE_BYTES]
         else:
             chosen = order[rank::hosts]
-        wanted = [os.fsdecode(names[sample]) for sample in chosen]
+        wanted = [names[sample] for sample in chosen]
         meet(folder, f"round{number}-", rank, hosts)
         before, begin = received_bytes(), time.perf_counter()
         total = (read_links if what == "links" else read_epoch)(wanted)
