@@ -44,6 +44,7 @@ SHARD_BYTES = 8 << 20
 HOST_BYTES = 256 << 20  # of files that each host holds, and reads in an epoch
 LINK_BITS = 1_000_000_000
 MOUNT = "/mnt/x"
+READERS = 16
 BATCH, STEP_S, AHEAD = 8, 0.02, 16
 DEADLINE_S = 240
 
@@ -84,8 +85,9 @@ def received_bytes():
 
 
 def read_links(names):
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        return sum(pool.map(read_file, names, chunksize=4))
+    with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
+        shares = [names[k::READERS] for k in range(READERS)]
+        return sum(pool.map(lambda share: sum(map(read_file, share)), shares))
 
 
 def read_epoch(names):

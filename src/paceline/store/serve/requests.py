@@ -118,6 +118,7 @@ class RequestService:
     ) -> None:
         self.counts = RequestCounts()
         self._node = node
+        self._lengths = [int(length) for length in node.pack.index.shard_lengths]
         self._requests = requests
         self._stage_wait_s = stage_wait_s
         self._clock: Clock = clock or SystemClock()
@@ -168,6 +169,8 @@ class RequestService:
         Raises:
             OSError: no node has the bytes, and the source cannot be read.
         """
+        if request.offset + request.length > self._lengths[request.shard]:
+            return RequestOutcome.NOBODY  # a program that follows another index
         end_s = self._clock.now_s() + self._stage_wait_s
         while True:
             places = self._places(request.shard)[request.attempt :]
