@@ -75,12 +75,15 @@ class SharingNode(StoreNode):
         clock: Clock | None = None,
     ) -> None:
         self._requests = requests
-        self._shown: set[int] = set()
+        self._shown: set[int] | None = None
         super().__init__(pack, options, clock)
 
     def _say(self) -> None:
         super()._say()
         held = self.members.held
+        if self._shown is None:  # a server before this one may have said something else
+            shards = range(len(self._lengths))
+            self._shown = {shard for shard in shards if self._requests.is_held(shard)}
         for shard in held - self._shown:
             self._requests.set_held(shard, is_held=True)
         for shard in self._shown - held:
@@ -132,7 +135,8 @@ class RequestService:
         ]
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Begin to answer, also what a server before this one was asked and did not answer."""
+        self._requests.recover()
         self._requests.set_state(ServerState.SERVING)
         for thread in self._threads:
             thread.start()
