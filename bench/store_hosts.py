@@ -4,7 +4,7 @@
 (emulated_hosts.py), each link limited in both directions; ranks read files of 107 KB with open and
 read. All shards are on their nodes before the time is taken, and each file is read once.
 
-- links: each host reads only files that other hosts have, with 8 threads. The rate is that of the
+- links: each host reads only files that other hosts have, with 16 threads. The rate is that of the
   files' bytes; wire is what the links received meanwhile; stream: plain sockets over all links at
   the same time, in the same run.
 - epoch: a loop that takes a batch of 8 files (856 KB) each 20 ms, read ahead by 4 threads: each
@@ -44,6 +44,7 @@ SHARD_BYTES = 8 << 20
 HOST_BYTES = 256 << 20  # of files that each host holds, and reads in an epoch
 LINK_BITS = 1_000_000_000
 MOUNT = "/mnt/x"
+READERS = 16
 BATCH, STEP_S, AHEAD = 8, 0.02, 16
 DEADLINE_S = 240
 
@@ -84,8 +85,9 @@ def received_bytes():
 
 
 def read_links(names):
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        return sum(pool.map(read_file, names, chunksize=4))
+    with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
+        shares = [names[k::READERS] for k in range(READERS)]
+        return sum(pool.map(lambda share: sum(map(read_file, share)), shares))
 
 
 def read_epoch(names):
@@ -108,7 +110,7 @@ def reader(what, place, folder, rounds):
     rank, hosts = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with store.open_pack(place, index_only=True) as pack:
         shards = np.array([pack.extents(sample)[0].shard for sample in range(len(pack))])
-        names = pack.names[:]
+        names = list(pack.names)
         count = pack.shard_count
     while len(list(folder.glob("local*/*/shard-*.pace"))) < count:
         time.sleep(0.05)
@@ -120,7 +122,7 @@ def reader(what, place, folder, rounds):
             chosen = chosen[rank :: hosts - 1][: HOST_BYTES // FILE_BYTES]
         else:
             chosen = order[rank::hosts]
-        wanted = [os.fsdecode(names[sample]) for sample in chosen]
+        wanted = [names[sample] for sample in chosen]
         meet(folder, f"round{number}-", rank, hosts)
         before, begin = received_bytes(), time.perf_counter()
         total = (read_links if what == "links" else read_epoch)(wanted)

@@ -12,6 +12,8 @@ namespace {
 
 // For one piece of a file. The server has deadlines of its own for peers, which are shorter.
 constexpr std::uint64_t wait_ns = 120'000'000'000;
+constexpr std::uint64_t restart_ns = 5'000'000'000;  // for a server that is started again
+constexpr int max_restarts = 3;                      // in one read
 // Nodes that are asked for bytes which arrived damaged, before the source is read from here.
 constexpr std::uint32_t max_attempts = 4;
 
@@ -80,7 +82,7 @@ void ServedFiles::read(const PackReader& reader, std::uint64_t sample, std::byte
 ServedFiles::Fetched ServedFiles::fetch(const PackReader& reader, std::uint64_t sample,
                                         std::span<std::byte> target, std::uint32_t tried,
                                         std::string& why) {
-  if (requests_ == nullptr || !requests_->is_serving()) {
+  if (requests_ == nullptr || !requests_->await_serving(restart_ns)) {
     const std::string node = requests_ == nullptr ? "this node" : "node " + requests_->node();
     why = "the server of " + node + " has ended";
     say_once(why);
@@ -88,6 +90,7 @@ ServedFiles::Fetched ServedFiles::fetch(const PackReader& reader, std::uint64_t 
   }
   const std::int64_t ids[] = {static_cast<std::int64_t>(sample)};
   ExtentPlan plan(reader, ids);
+  int restarts = 0;
   for (std::size_t item = 0; item < plan.items().size(); ++item) {
     const WantedRange wanted = plan.wanted(item, target);
     const std::span<std::byte> bytes(wanted.target, wanted.range.length);
@@ -96,6 +99,11 @@ ServedFiles::Fetched ServedFiles::fetch(const PackReader& reader, std::uint64_t 
       const RequestOutcome outcome =
           requests_->fetch(wanted.shard, wanted.range.offset, bytes, attempt, wait_ns);
       if (outcome == RequestOutcome::here) return Fetched::is_here_now;
+      if (outcome == RequestOutcome::lost && restarts++ < max_restarts &&
+          requests_->await_serving(restart_ns)) {
+        --attempt;  // by the server that was started again
+        continue;
+      }
       if (outcome != RequestOutcome::good) {
         why = outcome == RequestOutcome::nobody ? "no node has it" : "the server of node " +
               requests_->node() + (outcome == RequestOutcome::lost ? " has ended"

@@ -107,6 +107,7 @@ void bind_requests(nb::module_& module) {
             self.finish(slot, static_cast<RequestOutcome>(outcome));
           },
           "slot"_a, "outcome"_a)
+      .def("recover", &RangeRequests::recover)
       .def("reap", &RangeRequests::reap);
 }
 

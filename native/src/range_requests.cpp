@@ -372,6 +372,19 @@ void RangeRequests::wake_server() noexcept {
   futex_wake(header().asked);
 }
 
+void RangeRequests::recover() noexcept {
+  for (std::uint32_t i = 0; i < header().slots; ++i) {
+    std::uint32_t word = slot(i).word.load(std::memory_order_acquire);
+    const std::uint32_t state = word & state_mask;
+    if (state == slot_taken) {
+      const std::uint32_t asked = owned(slot_asked, word >> state_bits);
+      if (slot(i).word.compare_exchange_strong(word, asked, std::memory_order_acq_rel)) continue;
+    }
+    if ((word & state_mask) == slot_given_up) free_slot(i);
+  }
+  wake_server();
+}
+
 unsigned RangeRequests::reap() noexcept {
   unsigned freed = 0;
   for (std::uint32_t i = 0; i < header().slots; ++i) {

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from networks import network, require_networks
 
 from paceline import store
 from paceline.core.errors import NotFound
+from paceline.core.processes import stat_fields
 from paceline.store.serve.remote_pack import open_remote
 
 COMPARE = 'diff -r "$1" "$2" && cat $(find "$1" -type f | sort) | cksum'
@@ -130,7 +132,7 @@ print(os.environ["RANK"], first, len(files), len(wrong), sorted({line[-18:] for 
 
 
 def servers(task):
-    """Return the processes of the data servers of a run."""
+    """Return the data servers of a run, and the processes that start them again."""
 
     def is_server(pid):
         try:
@@ -138,7 +140,12 @@ def servers(task):
         except OSError:
             return False
 
-    return [pid for pid in task.running() if is_server(pid)]
+    found = [pid for pid in task.running() if is_server(pid)]
+    parents = {pid: int(stat_fields(pid)[1]) for pid in found}
+    return (
+        [pid for pid in found if parents[pid] in found],
+        [pid for pid in found if parents[pid] not in found],
+    )
 
 
 def start_paused(data, tmp_path, *options):
@@ -153,16 +160,21 @@ def start_paused(data, tmp_path, *options):
     return tasks, flags
 
 
-def test_a_server_that_is_killed_is_named_and_costs_no_file(data, tmp_path):
+@pytest.mark.parametrize(
+    ("which", "said"), [(0, "was killed by SIGKILL; it is started again"), (1, "ended by SIGKILL")]
+)
+def test_a_server_that_is_killed_is_named_and_costs_no_file(data, tmp_path, which, said):
     tasks, flags = start_paused(data, tmp_path, "--data", f"{data / 'pack'}:/mnt/x")
     with tasks[0], tasks[1]:
-        os.kill(servers(tasks[1])[0], signal.SIGKILL)
+        (killed,) = servers(tasks[1])[which]
+        os.kill(killed, signal.SIGKILL)
         (flags / "go").touch()
         done = [task.wait() for task in tasks]
     assert [task.code for task in done] == [0, 0], done[0].err + done[1].err
     assert [task.out.split(maxsplit=1)[1] for task in done] == ["True 61 0 []\n"] * 2
-    assert "data server of node 127.0.0.1:" in done[1].err
-    assert "ended by SIGKILL" in done[1].err
+    assert re.search(r"data server.* 127\.0\.0\.1:\d+", done[1].err)
+    assert said in done[1].err
+    assert len(reports(tmp_path / "RUN")) == 2 - which
     for task in done:
         task.assert_nothing_left()
 
@@ -177,7 +189,7 @@ def test_what_nobody_has_is_an_error_that_names_the_file(data, tmp_path):
         for path in source.glob("shard-*"):
             path.unlink()
         for task in tasks:
-            os.kill(servers(task)[0], signal.SIGKILL)
+            os.kill(servers(task)[1][0], signal.SIGKILL)
         (flags / "go").touch()
         done = [task.wait() for task in tasks]
     for task in done:
@@ -206,7 +218,7 @@ def test_what_a_kill_of_everything_left_is_removed_by_the_next_run(data, tmp_pat
     sleeper = ("/bin/sh", "-c", "touch started; sleep 600")
     with Launched(tmp_path, *options, "--out", "A", *sleeper) as task:
         await_true((tmp_path / "started").exists, "the program to start")
-        for pid in [*servers(task), task.process.pid]:
+        for pid in [task.process.pid, *servers(task)[1], *servers(task)[0]]:
             os.kill(pid, signal.SIGKILL)
         task.process.communicate(timeout=60)
         await_true(lambda: not task.running(), "all processes to end")
@@ -322,7 +334,7 @@ def test_replicas_serve_what_a_killed_server_held(data, tmp_path):
             "all copies to be made",
         )
         await_true(lambda: len(list(flags.glob("ready*"))) == 3, "all programs to read")
-        os.kill(servers(tasks[2])[0], signal.SIGKILL)
+        os.kill(servers(tasks[2])[1][0], signal.SIGKILL)
         (flags / "go").touch()
         done = [task.wait() for task in tasks]
     assert [task.code for task in done] == [0] * 3, [task.err for task in done]

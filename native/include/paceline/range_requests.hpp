@@ -74,6 +74,8 @@ class RangeRequests {
   std::span<std::byte> room(std::uint32_t slot) const noexcept;
   void finish(std::uint32_t slot, RequestOutcome outcome) noexcept;
   void wake_server() noexcept;
+  // Takes over from a server that was killed: what it had taken is asked for again.
+  void recover() noexcept;
   // Frees the slots of processes that have ended; returns their number.
   unsigned reap() noexcept;
 

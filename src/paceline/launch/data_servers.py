@@ -10,8 +10,8 @@ processes learn of each other and the ranks of where to read::
                     |
     ranks      open_remote, or files below the mount point
 
-A server ends with its launcher, even when that is killed, and removes what it made. One that ends
-earlier is named on stderr; programs then read from other nodes or from the source.
+A server ends with its launcher, even when that is killed, and removes what it made. One that is
+killed is named on stderr and started again; meanwhile, programs read from the source.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from paceline.core.config import environment
 from paceline.core.errors import (
     DeadlineExceeded,
     RankLost,
@@ -179,6 +180,7 @@ class _PackServer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=passed,
+                env={**environment(), "OPENBLAS_NUM_THREADS": "1"},  # it forks
             )
             self._watcher = threading.Thread(target=self._watch, name="paceline-data", daemon=True)
             self._watcher.start()

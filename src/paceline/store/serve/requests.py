@@ -75,12 +75,15 @@ class SharingNode(StoreNode):
         clock: Clock | None = None,
     ) -> None:
         self._requests = requests
-        self._shown: set[int] = set()
+        self._shown: set[int] | None = None
         super().__init__(pack, options, clock)
 
     def _say(self) -> None:
         super()._say()
         held = self.members.held
+        if self._shown is None:  # a server before this one may have said something else
+            shards = range(len(self._lengths))
+            self._shown = {shard for shard in shards if self._requests.is_held(shard)}
         for shard in held - self._shown:
             self._requests.set_held(shard, is_held=True)
         for shard in self._shown - held:
@@ -118,6 +121,7 @@ class RequestService:
     ) -> None:
         self.counts = RequestCounts()
         self._node = node
+        self._lengths = [int(length) for length in node.pack.index.shard_lengths]
         self._requests = requests
         self._stage_wait_s = stage_wait_s
         self._clock: Clock = clock or SystemClock()
@@ -131,7 +135,8 @@ class RequestService:
         ]
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Begin to answer, also what a server before this one was asked and did not answer."""
+        self._requests.recover()
         self._requests.set_state(ServerState.SERVING)
         for thread in self._threads:
             thread.start()
@@ -168,6 +173,8 @@ class RequestService:
         Raises:
             OSError: no node has the bytes, and the source cannot be read.
         """
+        if request.offset + request.length > self._lengths[request.shard]:
+            return RequestOutcome.NOBODY  # a program that follows another index
         end_s = self._clock.now_s() + self._stage_wait_s
         while True:
             places = self._places(request.shard)[request.attempt :]
