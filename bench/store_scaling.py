@@ -168,7 +168,7 @@ def main():
     for count in NODES[:5] if asked.quick else NODES:
         tell(f"{count} nodes")
         owners = first_owners(count)
-        batches = max(24, min(400, 100_000 // count))
+        batches = max(12, min(400, 40_000 // count))
         for network, bytes_per_s in NETWORKS.items():
             service = server_s, client_s
             rate, busiest = simulate(owners, count, batches, service, bytes_per_s)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import shutil
 import socket
 import subprocess
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
     from paceline.store.serve.card import NodeCard
 
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT = 10_000
 _POLL_S = 0.02
 _ASK_S = 5.0
 
@@ -43,7 +47,7 @@ class ServerProcesses:
     nodes: int
     replicas: int
     arguments: tuple[str, ...] = ()
-    deadline_s: float = 120.0
+    deadline_s: float = 60.0
     names: list[str] = field(init=False)
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict, init=False)
 
@@ -132,16 +136,36 @@ class ServerProcesses:
                 raise DeadlineExceeded(
                     f"waited {self.deadline_s:g} s in vain until {what}",
                     where=str(self.folder),
-                    fix="Look at the nodes' logs there",
+                    why="; ".join(self._describe(number) for number in range(len(self.names))),
+                    fix="Look at what the nodes said",
                 )
             clock.wait(never, _POLL_S)
 
+    def _describe(self, number: int) -> str:
+        """Return how a node is, and what it said last."""
+        process, card = self.processes.get(number), self.card(number)
+        state = "is not started" if process is None else "does not answer"
+        if process is not None and process.poll() is not None:
+            state = f"ended with status {process.returncode}"
+        if card is not None:
+            state = f"holds {len(card.held)} shards and waits for {card.load.waiting_shards}"
+        log = self.folder / f"log-{number}"
+        said = log.read_text(errors="replace").splitlines()[-1:] if log.exists() else []
+        return " ".join([self.names[number], state, *said])
+
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of loopback that were free a moment ago, all different."""
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [int(listener.getsockname()[1]) for listener in listeners]
-    finally:
-        for listener in listeners:
-            listener.close()
+    """Return ports of loopback that were free a moment ago, all different.
+
+    None of those from which the kernel takes the ports of outgoing connections: one of these could
+    take the port of a node that was killed before the node is started again.
+    """
+    first_taken = int(_PORT_RANGE.read_text().split()[0])
+    candidates = random.SystemRandom().sample(range(_FIRST_PORT, first_taken), 50 * count)
+    ports: list[int] = []
+    for port in candidates:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.append(port)
+        if len(ports) == count:
+            break
+    return ports
