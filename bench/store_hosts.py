@@ -86,8 +86,8 @@ def received_bytes():
 
 def read_links(names):
     with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
-        shares = [names[k::READERS] for k in range(READERS)]
-        return sum(pool.map(lambda share: sum(map(read_file, share)), shares))
+        left = iter(names)  # of all threads: none ends much before the others
+        return sum(pool.map(lambda _: sum(map(read_file, left)), range(READERS)))
 
 
 def read_epoch(names):
