@@ -1,6 +1,7 @@
 /* Which paths lie in a mount. The launcher names the mounts:
 
-       _PACELINE_MOUNTS        lines of PLACE TAB POINT, POINT absolute and normal
+       _PACELINE_MOUNTS        lines of PLACE TAB POINT, POINT absolute and normal; of a pack that
+                               nodes serve, followed by TAB REQUESTS TAB SOURCE
        _PACELINE_MOUNT_ONLY    programs that see them, separated by ':'; unset: all
        _PACELINE_MOUNT_NOT     programs that do not
 
@@ -58,6 +59,14 @@ static bool is_wanted(void) {
   return !names_program("_PACELINE_MOUNT_NOT", program);
 }
 
+/* Ends a field at its tab and returns the next one, or NULL. */
+static char* cut(char* field) {
+  char* tab = strchr(field, '\t');
+  if (tab == NULL) return NULL;
+  *tab = '\0';
+  return tab + 1;
+}
+
 static void add_mount(char* line) {
   char* tab = strchr(line, '\t');
   if (tab == NULL || tab[1] != '/' || tab[2] == '\0' || count == max_mounts) {
@@ -68,6 +77,9 @@ static void add_mount(char* line) {
   Mount* mount = &mounts[count];
   mount->place = line;
   mount->point = tab + 1;
+  mount->requests = cut(mount->point);
+  mount->source = mount->requests == NULL ? NULL : cut(mount->requests);
+  if (mount->source == NULL) mount->requests = NULL;
   mount->length = strlen(mount->point);
   mount->last = strrchr(mount->point, '/') + 1;
   mount->number = count;
@@ -212,7 +224,7 @@ PackFiles* mount_pack(Mount* mount) {
   pthread_mutex_lock(&mount->opening);
   pack = atomic_load(&mount->pack);
   if (pack == NULL && !mount->is_broken) {
-    pack = pack_files_open(mount->place);
+    pack = pack_files_open(mount->place, mount->requests, mount->source);
     mount->is_broken = pack == NULL; /* said once */
     atomic_store_explicit(&mount->pack, pack, memory_order_release);
   }

@@ -53,6 +53,8 @@ typedef struct {
   size_t length;
   const char* last; /* component of `point` */
   char* place;      /* of the pack */
+  char* requests;   /* of a pack that nodes serve: see pack_files_open; else NULL */
+  char* source;
   PackFiles* _Atomic pack;
   pthread_mutex_t opening;
   bool is_broken; /* with `opening` */

@@ -40,13 +40,14 @@ const char* name_of(PeerError::Kind kind) {
 }
 
 void open_server(PeerServer* self, const std::string& host, std::uint16_t port,
-                 const nb::bytes& token, const nb::bytes& pack, unsigned threads) {
+                 const nb::bytes& token, const nb::bytes& pack, unsigned threads, int listener) {
   PeerServerOptions options;
   options.host = host;
   options.port = port;
   options.token = digest_of(token);
   options.pack = digest_of(pack);
   options.threads = threads;
+  options.listener = listener;
   new (self) PeerServer(options);
 }
 
@@ -206,7 +207,8 @@ Array<T> column(const ExtentPlan& plan, Get get) {
 
 void bind_peers(nb::module_& module) {
   nb::class_<PeerServer>(module, "PeerServer")
-      .def("__init__", &open_server, "host"_a, "port"_a, "token"_a, "pack"_a, "threads"_a = 1)
+      .def("__init__", &open_server, "host"_a, "port"_a, "token"_a, "pack"_a, "threads"_a = 1,
+           "listener"_a = -1)
       .def_prop_ro("port", &PeerServer::port)
       .def(
           "set_card",

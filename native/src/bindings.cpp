@@ -119,6 +119,7 @@ NB_MODULE(_native, module) {
   paceline::bind_node_reader(module);
   paceline::bind_pack_writer(module);
   paceline::bind_peers(module);
+  paceline::bind_requests(module);
   paceline::bind_sparsify(module);
   paceline::bind_tensor_pool(module);
 }

@@ -55,6 +55,7 @@ void bind_node_reader(nanobind::module_& module);
 void bind_pack_reader(nanobind::module_& module);
 void bind_pack_writer(nanobind::module_& module);
 void bind_peers(nanobind::module_& module);
+void bind_requests(nanobind::module_& module);
 void bind_sparsify(nanobind::module_& module);
 void bind_tensor_pool(nanobind::module_& module);
 

@@ -21,8 +21,8 @@ inline void futex_wait(const std::atomic<std::uint32_t>& word, std::uint32_t exp
   syscall(SYS_futex, &word, FUTEX_WAIT, expected, &duration, nullptr, 0);
 }
 
-inline void futex_wake(const std::atomic<std::uint32_t>& word) noexcept {
-  syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+inline void futex_wake(const std::atomic<std::uint32_t>& word, int most = INT_MAX) noexcept {
+  syscall(SYS_futex, &word, FUTEX_WAKE, most, nullptr, nullptr, 0);
 }
 
 }  // namespace paceline

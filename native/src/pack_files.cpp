@@ -16,13 +16,20 @@
 #include "paceline/fault_guard.hpp"
 #include "paceline/pack_index.hpp"
 #include "paceline/pack_reader.hpp"
+#include "paceline/served_files.hpp"
 
 using paceline::PackError;
 using paceline::PackIndex;
 using paceline::PackReader;
+using paceline::ReadOptions;
+using paceline::report;
+using paceline::ServedFiles;
 
 struct PackFiles {
-  explicit PackFiles(const char* place) : path(place), reader(place) {
+  PackFiles(const char* place, const char* requests, const char* source)
+      : path(place),
+        reader(place, ReadOptions{.lazy = requests != nullptr}),
+        served(requests == nullptr ? nullptr : std::make_unique<ServedFiles>(requests, source)) {
     struct stat status {};
     if (stat(reader.index().path().c_str(), &status) != 0) return;
     user = status.st_uid;
@@ -31,21 +38,22 @@ struct PackFiles {
   }
   std::string path;
   PackReader reader;
+  std::unique_ptr<ServedFiles> served;  // none: all of it is here
   std::uint32_t user = 0;
   std::uint32_t group = 0;
   std::int64_t mtime_ns = 0;  // of the index: folders have none of their own
 };
+
+void paceline::report(const std::string& where, const std::string& what) noexcept {
+  const std::string line = "paceline: " + where + ": " + what + "\n";
+  if (write(STDERR_FILENO, line.data(), line.size()) < 0) return;  // nobody reads it
+}
 
 namespace {
 
 constexpr std::uint64_t folder_bytes = 4096;
 constexpr std::uint32_t folder_mode = S_IFDIR | 0755;
 constexpr std::uint32_t no_mode = S_IFREG | 0644;  // of samples that come without one
-
-void report(const std::string& where, const std::string& what) noexcept {
-  const std::string line = "paceline: " + where + ": " + what + "\n";
-  if (write(STDERR_FILENO, line.data(), line.size()) < 0) return;  // nobody reads it
-}
 
 int explain(const PackFiles* pack, const PackError& problem) {
   std::string why = problem.what();
@@ -168,12 +176,12 @@ int find(const PackIndex& index, std::string_view name, PackEntry& entry) {
 }  // namespace
 
 paceline::PackFilesOwner paceline::open_pack_files(const std::string& place) {
-  return PackFilesOwner(new PackFiles(place.c_str()));
+  return PackFilesOwner(new PackFiles(place.c_str(), nullptr, nullptr));
 }
 
-PackFiles* pack_files_open(const char* place) {
+PackFiles* pack_files_open(const char* place, const char* requests, const char* source) {
   try {
-    return new PackFiles(place);
+    return new PackFiles(place, requests, source);
   } catch (const std::exception& problem) {
     report(place, std::string("cannot be mounted: ") + problem.what());
     return nullptr;
@@ -295,15 +303,13 @@ int pack_files_read_stored(PackFiles* pack, uint64_t sample, void* target) {
 }
 
 int pack_files_read(PackFiles* pack, uint64_t sample, void* target) {
-  const int problem = pack_files_read_stored(pack, sample, target);
-  if (problem != ENOTSUP) return problem;
   return translated(pack, [&] {
     auto* const bytes = static_cast<std::byte*>(target);
-    const std::int64_t ids[] = {static_cast<std::int64_t>(sample)};
-    std::int64_t offsets[2] = {};
-    const std::size_t size = pack->reader.plan_batch(ids, offsets);
-    pack->reader.check_memory(ids, offsets);
-    pack->reader.read_batch(ids, offsets, {bytes, size});
+    if (pack->served != nullptr) {
+      pack->served->read(pack->reader, sample, bytes);
+    } else {
+      paceline::read_sample(pack->reader, sample, bytes);
+    }
     return 0;
   });
 }
@@ -312,8 +318,14 @@ int pack_files_view(PackFiles* pack, uint64_t sample, const void** bytes) {
   *bytes = nullptr;
   return translated(pack, [&] {
     const std::int64_t ids[] = {static_cast<std::int64_t>(sample)};
-    const auto views = pack->reader.views(ids);
-    if (views[0] && !views[0]->empty()) *bytes = views[0]->data();
+    if (pack->served != nullptr && !pack->served->is_here(pack->reader, sample)) return 0;
+    try {
+      const auto views = pack->reader.views(ids);
+      if (views[0] && !views[0]->empty()) *bytes = views[0]->data();
+    } catch (const PackError& problem) {
+      // What is damaged here is read from another node.
+      if (pack->served == nullptr || problem.kind == PackError::Kind::memory) throw;
+    }
     return 0;
   });
 }

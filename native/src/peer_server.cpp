@@ -1,6 +1,7 @@
 #include "paceline/peer_server.hpp"
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
@@ -73,6 +74,18 @@ int listen_on(const std::string& host, std::uint16_t port, std::uint16_t* bound)
   }
   *bound = ntohs(storage.ss_family == AF_INET ? four->sin_port : six->sin6_port);
   return fd;
+}
+
+void take_over(int listener, std::uint16_t* bound) {
+  sockaddr_storage storage{};
+  socklen_t size = sizeof storage;
+  if (getsockname(listener, reinterpret_cast<sockaddr*>(&storage), &size) != 0 ||
+      fcntl(listener, F_SETFL, O_NONBLOCK) != 0 || fcntl(listener, F_SETFD, FD_CLOEXEC) != 0) {
+    fail("a listening socket");
+  }
+  *bound = ntohs(storage.ss_family == AF_INET
+                     ? reinterpret_cast<const sockaddr_in*>(&storage)->sin_port
+                     : reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_port);
 }
 
 struct Reply {  // a frame on its way out
@@ -433,7 +446,12 @@ class PeerServer::Worker {
 
 PeerServer::PeerServer(const PeerServerOptions& options)
     : options_(options), card_(std::make_shared<const std::string>()) {
-  listener_ = listen_on(options_.host, options_.port, &port_);
+  if (options_.listener >= 0) {
+    take_over(options_.listener, &port_);
+    listener_ = options_.listener;
+  } else {
+    listener_ = listen_on(options_.host, options_.port, &port_);
+  }
   try {
     wake_ = eventfd(0, EFD_CLOEXEC);
     if (wake_ < 0) fail("eventfd");

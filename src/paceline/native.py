@@ -52,6 +52,7 @@ HostGroup = _native.HostGroup
 HostMessage = _native.HostMessage
 HostSegment = _native.HostSegment
 PeerLink = _native.PeerLink
+RangeRequests = _native.RangeRequests
 Recorder = _native.Recorder
 SharedWords = _native.SharedWords
 SortedPlan = _native.SortedPlan
@@ -104,6 +105,7 @@ __all__ = [
     "PeerLink",
     "PeerServer",
     "PeerStats",
+    "RangeRequests",
     "Recorder",
     "SampleEncoding",
     "SharedWords",

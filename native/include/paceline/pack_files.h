@@ -30,8 +30,10 @@ typedef struct {
   uint32_t group;
 } PackStatus;
 
-/* Opens the pack in the folder `place`, or an index of data in place. NULL after a line on stderr. */
-PackFiles* pack_files_open(const char* place);
+/* Opens the pack in the folder `place`, or an index of data in place. NULL after a line on stderr.
+   Of a pack that nodes serve, `place` has the index and some of the shards, `requests` leads to where the
+   node's server takes requests, and `source` is the whole pack; otherwise both are NULL. */
+PackFiles* pack_files_open(const char* place, const char* requests, const char* source);
 void pack_files_close(PackFiles* pack);
 /* Finds what a path relative to the pack's top names; "" is the top. Returns 0, ENOENT, ENOTDIR
    or EIO. `status` may be NULL. */

@@ -30,6 +30,7 @@ bool equal_in_constant_time(std::span<const std::byte> a, std::span<const std::b
 struct PeerServerOptions {
   std::string host = "127.0.0.1";  // a numeric address
   std::uint16_t port = 0;          // 0: any free one
+  int listener = -1;               // or a socket that listens already; the server closes it
   Digest token{};                  // of the token; of "" where none is needed
   Digest pack{};                   // of the identity of the pack
   unsigned threads = 1;

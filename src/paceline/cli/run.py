@@ -94,6 +94,19 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
     help="Ranks see the samples of PACK as files below /PATH; may be repeated.",
 )
 @click.option(
+    "--data",
+    metavar="PACK[:/PATH]",
+    multiple=True,
+    help="A server on each node keeps a part of PACK on local storage and serves it to all; ranks "
+    "see its samples as files below /PATH; may be repeated.",
+)
+@click.option(
+    "--data-folder",
+    help="Folder on local storage of each node where its part stays for the next run [default: "
+    "goes with the run].",
+)
+@click.option("--data-replicas", type=int, help="Copies of each part, on other nodes [default: 1].")
+@click.option(
     "--machine",
     type=click.Path(path_type=Path),
     help="Machine file (from paceline probe) to store in the run's folder, for comparison with "
@@ -129,6 +142,9 @@ def run(
     memory_budget: str | None,
     spill_folder: str | None,
     mounts: tuple[str, ...],
+    data: tuple[str, ...],
+    data_folder: str | None,
+    data_replicas: int | None,
     tag_output: bool | None,
     nnodes: str | None,
     node_rank: int | None,
@@ -179,6 +195,9 @@ def run(
         "memory_budget_bytes": parse_size(memory_budget) if memory_budget else None,
         "spill_folder": spill_folder,
         "mounts": list(mounts) or None,
+        "data": list(data) or None,
+        "data_folder": data_folder,
+        "data_replicas": data_replicas,
         "tag_output": tag_output,
         "nnodes": parse_nnodes(nnodes) if nnodes is not None else None,
         "node_rank": node_rank,

@@ -46,6 +46,13 @@ class RunConfig(Configuration):
             for a while are spilled to a file (docs/guides/out-of-core.md); None: without limit.
         spill_folder: of that file, on a disk of each node; empty: the folder for temporary files.
         mounts: packs that the ranks see as folders, each ``PACK:/path`` (docs/guides/posix.md).
+        data: packs that servers on the nodes of the run spread over local storage and serve to all
+            ranks, each ``PACK``, or ``PACK:/path`` to be seen as a folder
+            (docs/guides/store-nodes.md).
+        data_folder: on local storage of each node, where its shards are kept for the next run;
+            empty: they go with the run, from the folder for temporary files.
+        data_replicas: copies of each shard, on different nodes.
+        data_source_rate: most bytes per second that a node copies from a pack; 0: no limit.
         tag_output: whether each line that a rank prints carries its rank.
         nnodes: number of nodes, each with a launcher of its own and `ranks` ranks.
         node_rank: number of this node, 0 to nnodes - 1; None is the task's rank in a Slurm step
@@ -72,6 +79,10 @@ class RunConfig(Configuration):
     memory_budget_bytes: int | None = None
     spill_folder: str = ""
     mounts: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
+    data_folder: str = ""
+    data_replicas: int = 1
+    data_source_rate: float = 0.0
     tag_output: bool = False
     nnodes: int = 1
     node_rank: int | None = None
@@ -93,6 +104,12 @@ class RunConfig(Configuration):
             raise UsageError(
                 f"memory_budget_bytes must be at least 1, got {self.memory_budget_bytes}",
                 fix="Give the bytes of each rank's process, as 8GiB",
+            )
+        if self.data_replicas < 1 or not 0 <= self.data_source_rate < float("inf"):
+            raise UsageError(
+                f"data_replicas is {self.data_replicas}, data_source_rate "
+                f"{self.data_source_rate:g}",
+                fix="Give at least 1 replica, and bytes per second of at least 0",
             )
         if self.nnodes < 1:
             raise UsageError(f"nnodes must be at least 1, got {self.nnodes}", fix="Give at least 1")

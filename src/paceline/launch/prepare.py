@@ -24,6 +24,7 @@ from paceline.launch.ranks import RankIds
 from paceline.launch.recordable import find_obstacle, script_line
 from paceline.launch.task_placement import TaskPlacement, check_world, detect
 from paceline.store.posix.mounts import PackMount, parse_mounts
+from paceline.store.serve.run_data import RunData, parse_data
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,6 +50,7 @@ class PreparedJob:
         machine: the machine file that the user named, for the ranks' collectives; None without.
         is_default_name: the user gave no --out; if the name is taken, Paceline takes another.
         mounts: packs that the ranks see as folders.
+        data: packs that servers on the nodes serve to them.
     """
 
     program: Program
@@ -62,6 +64,7 @@ class PreparedJob:
     plan: PlanFile | None = None
     machine: Path | None = None
     mounts: tuple[PackMount, ...] = ()
+    data: tuple[RunData, ...] = ()
     is_default_name: bool = False
 
     @property
@@ -187,6 +190,7 @@ def prepare(
     is_default_name = run is None and task is None
     if run is None:
         run = default_folder(program.stem, task, clock)
+    mounts = parse_mounts(config.mounts)
     refuse_taken(run, task.task_number if task else 0)
     if not is_python and config.record:
         warnings = (*warnings, _executable_warning(program, args, run))
@@ -199,7 +203,8 @@ def prepare(
         task=task,
         warnings=warnings,
         plan=plan,
-        mounts=parse_mounts(config.mounts),
+        mounts=mounts,
+        data=parse_data(config.data, mounts),
         machine=machine.resolve() if machine else None,
         is_default_name=is_default_name,
         collectives_settings=collectives_settings,

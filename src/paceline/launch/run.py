@@ -33,6 +33,7 @@ from paceline.core.processes import (
     ended_on_signal,
     outlive_preemption,
 )
+from paceline.launch.data_servers import DataServers
 from paceline.launch.exits import ExitOutcome, explaining_exits, interrupted_exit, interruption
 from paceline.launch.failures import exit_code, first_failure, raise_failure
 from paceline.launch.folder import write_start
@@ -94,8 +95,9 @@ def execute(
     if job.task_number == 0:
         _write_start(job, machine)
     with contextlib.ExitStack() as stack:
-        rendezvous = stack.enter_context(_rendezvous(job, clock)) if job.task else None
-        exits = _run_ranks(job, rendezvous, clock, on_status)
+        data = stack.enter_context(DataServers(job)) if job.data else None
+        rendezvous = stack.enter_context(_rendezvous(job, clock, data)) if job.task else None
+        exits = _run_ranks(job, rendezvous, data, clock, on_status)
         if rendezvous is not None and job.task_number != 0:
             return _follow(job, exits, rendezvous)
         interrupted = interruption(exits)
@@ -113,7 +115,7 @@ def execute(
     return result
 
 
-def _rendezvous(job: PreparedJob, clock: Clock) -> TaskRendezvous:
+def _rendezvous(job: PreparedJob, clock: Clock, data: DataServers | None) -> TaskRendezvous:
     assert job.task is not None
     return TaskRendezvous(
         job.run_folder,
@@ -122,12 +124,14 @@ def _rendezvous(job: PreparedJob, clock: Clock) -> TaskRendezvous:
         cores=allowed_cores(),
         deadlines=job.resolved.config.deadlines,
         clock=clock,
+        data=data.offers if data is not None else (),
     )
 
 
 def _run_ranks(
     job: PreparedJob,
     rendezvous: TaskRendezvous | None,
+    data: DataServers | None,
     clock: Clock,
     on_status: Callable[[list[Status]], None] | None,
 ) -> tuple[RankExit, ...]:
@@ -154,9 +158,9 @@ def _run_ranks(
                 # which is stopped by SIGTERM.
                 guarded = job.program.kind is ProgramKind.EXECUTABLE
                 local = LocalRanks(clock, output, STOP_SIGNAL if guarded else signal.SIGINT)
+                start = _Starter(job, local, data, Path(folder))
                 if rendezvous is None:
-                    return _run_alone(job, local, Path(folder), clock)
-                start = _Starter(job, local, Path(folder))
+                    return _run_alone(local, start, clock)
                 return run_task(job.task_number, local, start, rendezvous, clock)
         except StopRequested as stop:
             return (interrupted_exit(None, stop, clock.wall_s()),)
@@ -164,12 +168,10 @@ def _run_ranks(
             end_descendants(clock, before)
 
 
-def _run_alone(
-    job: PreparedJob, local: LocalRanks, temporary: Path, clock: Clock
-) -> tuple[RankExit, ...]:
+def _run_alone(local: LocalRanks, start: _Starter, clock: Clock) -> tuple[RankExit, ...]:
     """Run all ranks of a run on one node."""
     try:
-        _Starter(job, local, temporary)(None)
+        start(None)
         local.wait()
     except StopRequested as stop:
         local.stop(SIGNAL_DELAY_S)
@@ -183,12 +185,16 @@ class _Starter:
     Attributes:
         job: the run.
         local: takes the ranks.
+        data: serves packs to them; None: there are none to serve.
         temporary: a folder that is removed with the run.
     """
 
-    def __init__(self, job: PreparedJob, local: LocalRanks, temporary: Path) -> None:
+    def __init__(
+        self, job: PreparedJob, local: LocalRanks, data: DataServers | None, temporary: Path
+    ) -> None:
         self.job = job
         self.local = local
+        self.data = data
         self.temporary = temporary
 
     def __call__(self, start: StartInfo | None) -> None:
@@ -200,7 +206,10 @@ class _Starter:
 
         Raises:
             StorageError: a process cannot be started.
+            UsageError, RankLost, DeadlineExceeded: as `DataServers.start`.
         """
+        if self.data is not None:
+            self.data.start(start.data if start is not None else None)
         if start is None:
             run_id = uuid.uuid4().hex
             start = StartInfo(
@@ -254,8 +263,19 @@ class _Starter:
         training = {**plan, **self.job.resolved.config.training}
         # The allocator's variables are settings of glibc's malloc.
         allocator = self.job.allocator.variables
-        mounted = mount_variables(self.job.mounts, environment())
-        return {**allocator, **unbuffered, **replaced, **table, **reader, **training, **mounted}
+        served = self.data.variables if self.data is not None else {}
+        mounts = (*self.job.mounts, *(self.data.mounts if self.data is not None else ()))
+        mounted = mount_variables(mounts, environment())
+        return {
+            **allocator,
+            **unbuffered,
+            **replaced,
+            **table,
+            **reader,
+            **training,
+            **served,
+            **mounted,
+        }
 
 
 def _plan_options(plan: PlanFile | None) -> list[str]:

@@ -91,6 +91,25 @@ def open_listener(task: TaskPlacement, job: str) -> socket.socket:
     ) from problem
 
 
+def open_data_listener(task: TaskPlacement | None) -> socket.socket:
+    """Return a listening socket, on any free port, that the other nodes of the run can reach.
+
+    Raises:
+        StorageError: no port can be opened.
+    """
+    is_here = task is None or is_one_node(task)
+    host = "127.0.0.1" if task is None or is_here else _loopback(task)
+    try:
+        return _listen(host, 0)
+    except OSError as refused:
+        raise StorageError(
+            "the data server of this node cannot listen",
+            where=host or "all addresses",
+            why=refused.strerror or str(refused),
+            fix="Check the limits on open files",
+        ) from refused
+
+
 def _loopback(task: TaskPlacement) -> str:
     """Return the loopback address if the first host is one; empty if it is another host."""
     if task.first_host == "::1":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import uuid
 from typing import TYPE_CHECKING, Self
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from paceline.core.clock import Clock
-    from paceline.launch.rendezvous.messages import StartInfo
+    from paceline.launch.rendezvous.messages import DataOffer, StartInfo
     from paceline.launch.rendezvous.root import AllEnded, Deadlines
     from paceline.launch.task_placement import TaskPlacement
 
@@ -55,6 +56,7 @@ class TaskRendezvous:
         cores: tuple[int, ...],
         deadlines: Deadlines,
         clock: Clock,
+        data: tuple[DataOffer, ...] = (),
     ) -> None:
         self.task_number = task.task_number
         self.first_rank = task.task_number * task.ranks_per_task
@@ -73,8 +75,11 @@ class TaskRendezvous:
             world_size=task.task_count,
             host=host,
             cores=cores,
+            data=data,
         )
-        state = MemberState(identity=identity, deadlines=deadlines, begin_s=clock.now_s())
+        state = MemberState(
+            identity=identity, deadlines=deadlines, begin_s=clock.now_s(), stays=bool(data)
+        )
         self._client = MemberClient(state, task, run, clock)
         self._job = identity.job
 
@@ -120,6 +125,7 @@ class TaskRendezvous:
             begin_s=self._clock.now_s(),
             ranks_per_task=self._task.ranks_per_task,
             noun=self._task.noun,
+            data_token=secrets.token_hex(16),
         )
         try:
             write_address(self._run, state.run, hosts, port)

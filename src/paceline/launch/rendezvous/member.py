@@ -120,11 +120,14 @@ class MemberState:
         identity: a report with the fields that never change.
         deadlines: deadlines that hold until the first notice, which has the root's.
         begin_s: when the member began to connect, seconds of a monotonic clock.
+        stays: whether it waits for the end of the run also when its own ranks have succeeded:
+            other nodes read data from its node.
     """
 
     identity: TaskReport
     deadlines: Deadlines
     begin_s: float
+    stays: bool = False
     phase: JobPhase = JobPhase.GATHERING
     run: str = ""
     started: bool = False
@@ -223,7 +226,8 @@ class MemberState:
 
     def _conclude(self, now_s: float) -> list[MemberAction]:
         """Return the actions that follow from state and time."""
-        need_not_wait = self._closing or (self._ended is not None and not self._ended.code)
+        is_done = self._ended is not None and not self._ended.code and not self.stays
+        need_not_wait = self._closing or is_done
         is_known = self._heard_end if self._ended is not None else self._closing
         if self._end is not None or (need_not_wait and is_known):
             return self._leave(Leave(self._end))
@@ -263,6 +267,7 @@ class MemberState:
             ended=self._ended,
             others=self._others,
             leaving=leaving,
+            data=base.data,
         )
 
     def _deadline_s(self) -> float:

@@ -38,6 +38,38 @@ class JobPhase(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DataOffer:
+    """Where the first task of a node serves one pack of ``--data``.
+
+    Attributes:
+        port: on which its server listens.
+        requests: path by which programs on the node reach the server.
+        local: folder of the node's shards.
+    """
+
+    port: int
+    requests: str
+    local: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataStart:
+    """Where the packs of ``--data`` are served, for one task.
+
+    Attributes:
+        servers: for each pack the addresses of all nodes.
+        number: of the task's node in these.
+        offers: for each pack that of the task's node.
+        token: of all servers.
+    """
+
+    servers: tuple[tuple[str, ...], ...]
+    number: int
+    offers: tuple[DataOffer, ...]
+    token: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StartInfo:
     """The values that a task needs to start its ranks.
 
@@ -46,12 +78,14 @@ class StartInfo:
         port: port on which it listens.
         share_index: number of this task among the tasks of its node that share its cores.
         share_count: number of these tasks; 1 for a task with cores of its own.
+        data: where the packs of ``--data`` are served; None without.
     """
 
     address: str
     port: int
     share_index: int
     share_count: int
+    data: DataStart | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +113,8 @@ class TaskReport:
             first that ended badly, or else the first that ended.
         others: exits of further ranks of the task that may explain the run's end.
         leaving: whether this is the member's last report.
+        data: packs of ``--data`` that this task's node serves, in their order; of a task that is
+            not the first one of its node, none.
     """
 
     job: str
@@ -91,6 +127,7 @@ class TaskReport:
     ended: RankExit | None = None
     others: tuple[RankExit, ...] = ()
     leaving: bool = False
+    data: tuple[DataOffer, ...] = ()
 
     def to_line(self) -> bytes:
         """Return the message as one line of JSON."""
@@ -161,6 +198,7 @@ def parse_report(line: bytes) -> TaskReport:
             ended=None if ended is None else _exit(ended),
             others=tuple(_exit(other) for other in _list(data.get("others", []))),
             leaving=bool(data["leaving"]),
+            data=_offers(data.get("data", [])),
         )
     except (KeyError, TypeError, ValueError) as problem:
         raise BadMessage(f"not a report: {type(problem).__name__}: {problem}") from None
@@ -206,6 +244,29 @@ def _start(data: dict[str, Any]) -> StartInfo:
         port=_count(data["port"]),
         share_index=_count(data["share_index"]),
         share_count=_count(data["share_count"]),
+        data=None if data.get("data") is None else _data_start(data["data"]),
+    )
+
+
+def _data_start(data: dict[str, Any]) -> DataStart:
+    servers = tuple(tuple(_text(name) for name in _list(names)) for names in _list(data["servers"]))
+    return DataStart(
+        servers=servers,
+        number=_count(data["number"]),
+        offers=_offers(data["offers"]),
+        token=_text(data["token"]),
+    )
+
+
+def _offers(data: object) -> tuple[DataOffer, ...]:
+    offers: list[Any] = _list(data)
+    return tuple(
+        DataOffer(
+            port=_count(offer["port"]),
+            requests=_text(offer["requests"]),
+            local=_text(offer["local"]),
+        )
+        for offer in offers
     )
 
 

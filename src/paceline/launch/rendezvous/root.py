@@ -24,6 +24,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from paceline.launch.exits import ExitOutcome, RankExit, explaining_exits
+from paceline.launch.rendezvous.data import data_starts
 from paceline.launch.rendezvous.messages import JobEnd, JobPhase, Notice, StartInfo, TaskReport
 from paceline.launch.rendezvous.shares import core_shares, name_ranks
 
@@ -55,6 +56,7 @@ class Received:
 
     peer: Peer
     report: TaskReport
+    address: str = ""  # from which the task has connected; empty: it reports through files
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,7 @@ class _Task:
     report: TaskReport
     peer: Peer
     heard_s: float
+    address: str = ""
     ended: RankExit | None = None
     others: tuple[RankExit, ...] = ()
     gone_s: float | None = None
@@ -171,6 +174,7 @@ class RootState:
     begin_s: float
     ranks_per_task: int = 1  # 1 under Slurm and mpirun, the ranks of a node with --nnodes
     noun: str = "rank"  # what messages call a task; with --nnodes "node"
+    data_token: str = ""  # of the servers of the packs of --data
     phase: JobPhase = JobPhase.GATHERING
     started: bool = False
     reason: str = ""
@@ -192,7 +196,7 @@ class RootState:
         """Return what to do about `event`, which happened at `now_s` of a monotonic clock."""
         match event:
             case Received():
-                actions = self._on_report(event.peer, event.report, now_s)
+                actions = self._on_report(event, now_s)
             case Disconnected():
                 actions = self._on_disconnect(event.peer, now_s)
             case AddressChosen():
@@ -211,7 +215,8 @@ class RootState:
         """Numbers of the tasks that have arrived."""
         return tuple(sorted(self._tasks))
 
-    def _on_report(self, peer: Peer, report: TaskReport, now_s: float) -> list[RootAction]:
+    def _on_report(self, received: Received, now_s: float) -> list[RootAction]:
+        peer, report = received.peer, received.report
         refusal = self._refusal(report, now_s)
         if refusal:
             notice = Notice(run=self.run, phase=self.phase, refusal=refusal)
@@ -221,6 +226,7 @@ class RootState:
             task = self._tasks[report.rank] = _Task(report=report, peer=peer, heard_s=now_s)
             self._running.add(report.rank)
         task.peer, task.heard_s, task.gone_s = peer, now_s, None
+        task.address = received.address or task.address
         self._numbers[peer] = report.rank
         task.left = task.left or report.leaving
         if task.left:
@@ -276,11 +282,17 @@ class RootState:
         # Tasks of a node that were not bound share its cores: task `index` of `count` takes its
         # part of them.
         shares = core_shares([(report.host, report.cores) for report in reports])
+        addresses = [self._tasks[number].address for number in range(self.world_size)]
+        data = data_starts(reports, addresses, chosen.address, self.data_token)
         self._starts = [
             StartInfo(
-                address=chosen.address, port=chosen.port, share_index=index, share_count=count
+                address=chosen.address,
+                port=chosen.port,
+                share_index=index,
+                share_count=count,
+                data=served,
             )
-            for index, count in shares
+            for (index, count), served in zip(shares, data, strict=True)
         ]
         self.phase, self.started = JobPhase.RUNNING, True
         return self._broadcast()

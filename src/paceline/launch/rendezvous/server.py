@@ -64,6 +64,7 @@ class _Connection:
 
     socket: socket.socket
     accepted_s: float
+    address: str = ""
     received: bytes = b""
     unsent: bytes = b""
     greeted: bool = False
@@ -182,7 +183,7 @@ class RootServer:
         limit = self._state.world_size + _SPARE_CONNECTIONS
         for _ in range(limit):
             try:
-                accepted, _address = self._listener.accept()
+                accepted, address = self._listener.accept()
             except BlockingIOError:  # no more for now
                 return
             except OSError as problem:  # no descriptor: the others wait in the listener's queue
@@ -195,7 +196,8 @@ class RootServer:
                 continue
             accepted.setblocking(False)
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = _Connection(accepted, self._clock.now_s())
+            host = str(address[0]).removeprefix("::ffff:")  # of IPv4 on a socket for both
+            connection = _Connection(accepted, self._clock.now_s(), host)
             self._connections.add(connection)
             self._selector.register(accepted, selectors.EVENT_READ, connection)
 
@@ -227,7 +229,7 @@ class RootServer:
             for line in lines:
                 report = parse_report(line)
                 connection.greeted = True
-                self._handle(Received(connection, report))
+                self._handle(Received(connection, report, connection.address))
         except BadMessage as problem:
             _LOG.info("closing a connection: %s", problem)
             self._hang_up(connection)

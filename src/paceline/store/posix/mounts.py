@@ -38,10 +38,20 @@ class PackMount:
     Attributes:
         place: absolute path of the pack's folder, or of the index of data in place.
         point: absolute path below which its samples appear; nothing needs to exist there.
+        requests: of a pack that nodes serve (`paceline.store.serve.run_data`): where this node's
+            server takes requests; `place` then has the index and some of the shards.
+        source: the whole pack, likewise.
     """
 
     place: str
     point: str
+    requests: str = ""
+    source: str = ""
+
+    def to_line(self) -> str:
+        """Return it as native/posix/mounts.c reads it."""
+        served = [self.requests, self.source] if self.requests else []
+        return "\t".join([self.place, self.point, *served])
 
 
 def parse_mounts(specs: Iterable[str]) -> tuple[PackMount, ...]:
@@ -112,7 +122,7 @@ def variables(
     libraries = [str(library), *(name for name in preloaded if name != str(library))]
     found = {
         "LD_PRELOAD": ":".join(libraries),
-        MOUNTS: "\n".join(f"{mount.place}\t{mount.point}" for mount in mounts),
+        MOUNTS: "\n".join(mount.to_line() for mount in mounts),
     }
     return (
         found | ({ONLY: ":".join(only)} if only else {}) | ({NOT: ":".join(never)} if never else {})

@@ -72,6 +72,8 @@ class NodeOptions:
         token: needed as soon as `listen` is no address of loopback.
         source_bytes_per_s: limit for reading from the pack; 0: none.
         threads: that send.
+        name: by which peers know this node, if that is not the address it listens on.
+        listener: descriptor of a socket that listens at `listen` already; -1: none.
         beat_s: between two questions to each peer.
         grace_s: silence after which a peer is lost.
         start_s: silence after which a peer that was never heard is.
@@ -86,6 +88,8 @@ class NodeOptions:
     token: str = ""
     source_bytes_per_s: float = 0.0
     threads: int = 1
+    name: str = ""
+    listener: int = -1
     beat_s: float = 1.0
     grace_s: float = 10.0
     start_s: float = 60.0
@@ -141,7 +145,7 @@ class StoreNode:
             self.shards.close()
             raise
         address = NodeAddress(host=options.listen.host, port=self.server.port)
-        self.name = str(address)
+        self.name = options.name or str(address)
         self._connect = tcp_connector(self.pack.identity, options.token)
         self._links: dict[str, NodeLink] = {}
         self.members = Membership(
@@ -164,6 +168,7 @@ class StoreNode:
         )
         self._missed = self._failed_copies = 0
         self._turn = 0  # which peer to ask next
+        self._asked: set[int] = set()  # shards that readers here want
         self._refused: set[str] = set()  # peers that refuse this node
         self._stop = threading.Event()
         self._askers = ThreadPoolExecutor(_ASKED_AT_ONCE, "paceline-ask")
@@ -198,6 +203,14 @@ class StoreNode:
             if name not in self._links and name != self.name:
                 self._links[name] = self._connect(name)
                 self.members.add(name)
+
+    def link(self, name: str) -> NodeLink:
+        """Return the way to a peer."""
+        return self._links[name]
+
+    def ask(self, shard: int) -> None:
+        """Have a shard copied before others, if it is this node's to copy; from any thread."""
+        self._asked.add(shard)
 
     def finish_copies(self) -> None:
         """Wait for the copies that are under way."""
@@ -245,8 +258,10 @@ class StoreNode:
         self._collect()
         for caller in self.server.take_callers():
             self._meet(caller)
-        for shard in self.server.take_missed():
-            self._missed += 1
+        missed = self.server.take_missed()
+        self._missed += len(missed)
+        asked, self._asked = self._asked, set()
+        for shard in [*asked, *missed]:
             self.staging.ask(shard)
         now_s = self._clock.now_s()
         for stage in self.staging.start(self.members.placement, now_s):
@@ -332,6 +347,7 @@ class StoreNode:
                 digest(self.options.token),
                 digest(self.pack.identity),
                 self.options.threads,
+                self.options.listener,
             )
 
     def _take_what_is_here(self) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.core.clock import SystemClock
+from paceline.core.config import environment
 from paceline.core.errors import CorruptPack, RankLost, StorageError, UsageError
 from paceline.native import ExtentPlan, acquire_buffer
 from paceline.store.read.pack import Pack, open_packed, read_options
@@ -29,6 +30,7 @@ from paceline.store.serve.batch import RemoteBatch
 from paceline.store.serve.cached_shards import CachedShards
 from paceline.store.serve.known_nodes import KnownNodes, TierBytes
 from paceline.store.serve.links import NOT_HELD, tcp_connector
+from paceline.store.serve.run_data import find_served
 
 if TYPE_CHECKING:
     import os
@@ -263,7 +265,7 @@ class RemotePack(Pack):
 
 def open_remote(  # noqa: PLR0913  # one field each of what a client may choose
     index: str | os.PathLike[str],
-    nodes: Sequence[str],
+    nodes: Sequence[str] | None = None,
     *,
     replicas: int = 1,
     source: str | os.PathLike[str] | None = None,
@@ -279,7 +281,8 @@ def open_remote(  # noqa: PLR0913  # one field each of what a client may choose
     Args:
         index: folder with the pack's index, ``index.pace``; no shards are needed.
         nodes: their addresses, ``HOST:PORT``: as the nodes know each other. One that is up is
-            enough: it names the others.
+            enough: it names the others. None: those of this run, which was started with
+            ``paceline run --data`` and this path; then replicas, source and token are the run's.
         replicas: copies of each shard, as the nodes were started with.
         source: the whole pack, to read what no node has.
         token: that the nodes were started with.
@@ -293,10 +296,14 @@ def open_remote(  # noqa: PLR0913  # one field each of what a client may choose
         cache_bytes: of all shards in it.
 
     Raises:
-        NotFound: there is no index.
+        NotFound: there is no index; or no nodes were given, and the run serves no such pack.
         UsageError: an address is none; a node refuses the token, or serves another pack; the cache
             is in use.
     """
+    if nodes is None:
+        served = find_served(index, environment())
+        index, nodes, source = served.local, served.nodes, served.place
+        replicas, token = served.replicas, served.token
     with open_packed(index, index_only=True) as opened:
         connect = tcp_connector(opened.identity, token)
     return RemotePack(

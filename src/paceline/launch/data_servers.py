@@ -1,0 +1,338 @@
+"""Serves the packs of ``--data`` on this node for the length of a run.
+
+The first launcher of each node starts a process for each pack (store/serve/run_server.py) before
+the launchers meet. What it says of them travels with its arrival, and when all are there, the
+processes learn of each other and the ranks of where to read::
+
+    launcher   listening socket, memory of requests, folder ----> DataOffer ----> rendezvous
+                    |                                                                 |
+    server     idle until it hears of its peers <------------- DataStart <------------+
+                    |
+    ranks      open_remote, or files below the mount point
+
+A server ends with its launcher, even when that is killed, and removes what it made. One that is
+killed is named on stderr and started again; meanwhile, programs read from the source.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from paceline.core.config import environment
+from paceline.core.errors import (
+    DeadlineExceeded,
+    RankLost,
+    StorageError,
+    UsageError,
+    storage_errors,
+)
+from paceline.core.files import commit_bytes
+from paceline.core.processes import signal_name
+from paceline.launch.rendezvous.addresses import open_data_listener
+from paceline.launch.rendezvous.messages import DataOffer, DataStart
+from paceline.native import RangeRequests
+from paceline.store.posix.mounts import PackMount
+from paceline.store.serve.requests import ServerState
+from paceline.store.serve.run_data import ServedPack
+from paceline.store.serve.run_data import variables as data_variables
+from paceline.store.serve.run_server import ServerSpec
+
+if TYPE_CHECKING:
+    from paceline.launch.options import RunConfig
+    from paceline.launch.prepare import PreparedJob
+    from paceline.store.serve.run_data import RunData
+
+_LOG = logging.getLogger(__name__)
+_SLOTS, _SLOT_BYTES = 64, 1 << 20  # requests of a node at a time, and their longest answer
+_START_S = 60.0  # for a server to open its index and listen
+_END_S = 10.0  # for a server to end
+_PREFIX = "paceline-data-"
+_LOCK = "lock"
+DATA_FOLDER = "data"  # of the run: what each server did
+
+
+class DataServers:
+    """The servers of a launcher, and what its ranks need to reach those of its node.
+
+    Args:
+        job: the run.
+    """
+
+    def __init__(self, job: PreparedJob) -> None:
+        self._job = job
+        self._stack = contextlib.ExitStack()
+        self._servers: list[_PackServer] = []
+        self._start: DataStart | None = None
+
+    def __enter__(self) -> Self:
+        task = self._job.task
+        if task is not None and task.local_task_number != 0:
+            return self  # another launcher of this node serves
+        with contextlib.ExitStack() as stack:
+            for data in self._job.data:
+                server = _PackServer(data, self._job)
+                self._servers.append(stack.enter_context(server))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    @property
+    def offers(self) -> tuple[DataOffer, ...]:
+        """What the rendezvous carries to the other launchers."""
+        return tuple(server.offer for server in self._servers)
+
+    def start(self, start: DataStart | None) -> None:
+        """Have the servers serve, and wait until those of this node do.
+
+        Args:
+            start: from the rendezvous; None: this launcher is alone.
+
+        Raises:
+            UsageError: the launchers of this run were given other packs, or none serves this node.
+            RankLost: a server of this node has ended.
+            DeadlineExceeded: it did not begin to serve.
+        """
+        if self._job.task is None:
+            token = os.urandom(16).hex()
+            servers = tuple((f"127.0.0.1:{offer.port}",) for offer in self.offers)
+            start = DataStart(servers=servers, number=0, offers=self.offers, token=token)
+        if start is None or len(start.servers) != len(self._job.data):
+            raise UsageError(
+                "no server on this node has the data of this run",
+                where=f"task {self._job.task_number}",
+                why="the first task of each node serves them",
+                fix="Give all launchers of the run the same --data",
+            )
+        self._start = start
+        for pack, server in enumerate(self._servers):
+            server.serve(start.servers[pack], start.number, start.token)
+        for data, offer in zip(self._job.data, start.offers, strict=True):
+            _await_serving(data, offer)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """By which Python programs of the run find the packs."""
+        assert self._start is not None, "read after start"
+        start, replicas = self._start, self._job.resolved.config.data_replicas
+        return data_variables(
+            [
+                ServedPack(
+                    place=data.place,
+                    local=offer.local,
+                    nodes=servers,
+                    replicas=replicas,
+                    token=start.token,
+                )
+                for data, offer, servers in zip(
+                    self._job.data, start.offers, start.servers, strict=True
+                )
+            ]
+        )
+
+    @property
+    def mounts(self) -> tuple[PackMount, ...]:
+        """The packs that the ranks see as folders."""
+        assert self._start is not None, "read after start"
+        return tuple(
+            PackMount(
+                place=offer.local, point=data.point, requests=offer.requests, source=data.place
+            )
+            for data, offer in zip(self._job.data, self._start.offers, strict=True)
+            if data.point
+        )
+
+
+class _PackServer:
+    """The process that serves one pack on this node."""
+
+    def __init__(self, data: RunData, job: PreparedJob) -> None:
+        self._data = data
+        self._config = job.resolved.config
+        self._host = os.uname().nodename
+        self._ending = threading.Event()
+        self._name = ""
+        folder = job.run_folder / DATA_FOLDER
+        self._report = folder / f"{Path(data.place).name}-{job.task_number:05}.json"
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(open_data_listener(job.task))
+            self._address = listener.getsockname()[:2]
+            self._listener = listener.fileno()  # its number in the process
+            self._requests = RangeRequests.create(data.shard_count, _SLOTS, _SLOT_BYTES, self._host)
+            self._local, self._lock, self._is_temporary = _claim_local(data, self._config)
+            stack.callback(os.close, self._lock)
+            if self._is_temporary:
+                stack.callback(shutil.rmtree, self._local, ignore_errors=True)
+            passed = (self._listener, self._requests.descriptor, self._lock)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "paceline.store.serve.run_server"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=passed,
+                env={**environment(), "OPENBLAS_NUM_THREADS": "1"},  # it forks
+            )
+            self._watcher = threading.Thread(target=self._watch, name="paceline-data", daemon=True)
+            self._watcher.start()
+            stack.callback(self._end)
+            listener.close()  # else the port would stay open when the process has ended
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    @property
+    def offer(self) -> DataOffer:
+        return DataOffer(
+            port=self._address[1],
+            requests=f"/proc/{os.getpid()}/fd/{self._requests.descriptor}",
+            local=str(self._local),
+        )
+
+    def serve(self, names: tuple[str, ...], number: int, token: str) -> None:
+        """Tell the process of its peers."""
+        host, port = self._address
+        self._name = names[number]
+        spec = ServerSpec(
+            pack=self._data.place,
+            name=self._name,
+            peers=tuple(name for name in names if name != self._name),
+            listener=self._listener,
+            listen=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            requests=self._requests.descriptor,
+            local=str(self._local),
+            is_temporary=self._is_temporary,
+            replicas=self._config.data_replicas,
+            token=token,
+            source_bytes_per_s=self._config.data_source_rate,
+        )
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the watcher says that it has ended
+            self._process.stdin.write(spec.to_line())
+            self._process.stdin.flush()
+
+    def _watch(self) -> None:
+        """Wait for the end of the process; name one that nobody asked to end."""
+        assert self._process.stdout is not None
+        said = self._process.stdout.read()
+        code = self._process.wait()
+        self._requests.set_state(ServerState.ENDED)
+        if not self._ending.is_set():
+            how = f"by {signal_name(-code)}" if code < 0 else f"with exit code {code}"
+            _LOG.warning(
+                "the data server of node %s for %s ended %s; reads go on from replicas or the "
+                "source",
+                self._name or self._host,
+                self._data.place,
+                how,
+            )
+        elif said:
+            try:
+                self._report.parent.mkdir(parents=True, exist_ok=True)
+                commit_bytes(self._report, said)
+            except (OSError, StorageError) as problem:  # the run itself is as it was
+                _LOG.warning("no report of a data server: %s", problem)
+
+    def _end(self) -> None:
+        self._ending.set()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._watcher.join(_END_S)
+        if self._watcher.is_alive():
+            self._process.kill()
+            self._watcher.join()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+def _await_serving(data: RunData, offer: DataOffer) -> None:
+    """Wait until a server of this node serves."""
+    with storage_errors(
+        "the data server of this node cannot be reached",
+        where=offer.requests,
+        fix="See the output of the launcher that started it",
+    ):
+        requests = RangeRequests.open(os.fsencode(offer.requests))
+    if requests.await_serving(_START_S):
+        return
+    if requests.has_ended:
+        raise RankLost(
+            "the data server of this node ended before it served",
+            where=data.place,
+            fix="See what it says on stderr",
+        )
+    raise DeadlineExceeded(
+        "the data server of this node does not serve",
+        where=data.place,
+        why=f"{_START_S:g} s passed",
+        fix="Check the storage that the pack and the node's folder lie on",
+    )
+
+
+def _claim_local(data: RunData, config: RunConfig) -> tuple[Path, int, bool]:
+    """Return a folder for this node's shards, its lock, and whether it goes with the run.
+
+    Raises:
+        UsageError: another server uses the folder.
+        StorageError: it cannot be made.
+    """
+    parent = Path(config.data_folder or tempfile.gettempdir())
+    with storage_errors(
+        "no local storage for data", where=parent, fix="Give another folder: --data-folder"
+    ):
+        if not config.data_folder:
+            _remove_leftovers(parent)
+            while True:  # another launcher may take a folder without a lock for a leftover
+                folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+                lock = _locked(folder)
+                if lock is not None and os.fstat(lock).st_nlink:
+                    break
+        else:
+            folder = parent / f"{Path(data.place).name}-{data.identity[:12]}"
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = _locked(folder)
+    if lock is None:
+        raise UsageError(
+            "another data server uses this node's folder",
+            where=str(folder),
+            why="a folder for data belongs to one node and one run at a time",
+            fix="Give each node storage of its own: --data-folder",
+        )
+    return folder.absolute(), lock, not config.data_folder
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Remove what runs left of which nothing was alive to remove it."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if folder.stat().st_uid != os.getuid() or not (folder / _LOCK).exists():
+                continue
+            lock = _locked(folder)
+            if lock is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """Return the lock of a folder, as a descriptor; None: another process has it."""
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock

@@ -1,0 +1,107 @@
+"""Requests of programs for bytes of shards: from the node, peers, or the source, in this order."""
+
+import contextlib
+import hashlib
+
+import numpy as np
+import pytest
+
+from paceline import store
+from paceline.native import RangeRequests
+from paceline.store.serve.card import NodeAddress
+from paceline.store.serve.node import NodeOptions
+from paceline.store.serve.requests import (
+    RangeRequest,
+    RequestOutcome,
+    RequestService,
+    SharingNode,
+)
+
+LOOPBACK = NodeAddress(host="127.0.0.1", port=0)
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("requests")
+    random = np.random.default_rng(3)
+    samples = [(f"{number:03}", random.bytes(20_000)) for number in range(60)]
+    store.pack(
+        store.Samples(samples), folder / "pack", options=store.PackOptions(shard_bytes=100_000)
+    )
+    with store.open_pack(folder / "pack") as opened:
+        yield opened
+
+
+@contextlib.contextmanager
+def two_nodes(pack, folder, **options):
+    """Yield two nodes, whose beats are made by hand, and the requests of the first one."""
+    memory = [RangeRequests.create(pack.shard_count, 4, 1 << 16, f"node{k}") for k in range(2)]
+    nodes = []
+    for number in range(2):
+        peers = tuple(NodeAddress.parse(node.name) for node in nodes)
+        made = NodeOptions(
+            listen=LOOPBACK, peers=peers, local=folder / f"{number}", wait_s=60, **options
+        )
+        nodes.append(SharingNode(pack.path, made, memory[number]))
+    nodes[0].join([nodes[1].name])
+    try:
+        yield nodes, memory[0]
+    finally:
+        for node in nodes:
+            node.close()
+
+
+def settle(nodes, pack):
+    for _ in range(200):
+        for node in nodes:
+            node.beat()
+            node.finish_copies()
+        if sum(len(node.members.held) for node in nodes) == pack.shard_count:
+            return
+    raise AssertionError("the nodes do not get their shards")
+
+
+def ask(service, pack, shard, attempt=0):
+    out = np.zeros(1000, np.uint8)
+    request = RangeRequest(slot=0, shard=shard, offset=100, length=1000, attempt=attempt)
+    outcome = service.answer(request, out)
+    body = pack.index.shard_path(shard).read_bytes()[100:1100]
+    return outcome, hashlib.sha256(out).digest() == hashlib.sha256(body).digest()
+
+
+def test_bytes_come_from_the_node_its_peer_or_the_source(pack, tmp_path):
+    with two_nodes(pack, tmp_path) as (nodes, memory):
+        settle(nodes, pack)
+        service = RequestService(nodes[0], memory, stage_wait_s=0.0)
+        here, there = (min(node.members.held) for node in nodes)
+        assert [memory.is_held(shard) for shard in (here, there)] == [True, False]
+        assert ask(service, pack, here)[0] == RequestOutcome.HERE
+        assert ask(service, pack, there) == (RequestOutcome.GOOD, True)
+        assert (service.counts.peer_bytes, service.counts.source_bytes) == (1000, 0)
+        for shard in (here, there):  # damaged where it was asked for first
+            assert ask(service, pack, shard, attempt=1) == (RequestOutcome.GOOD, True)
+        assert service.counts.source_bytes == 2000
+        assert ask(service, pack, there, attempt=2)[0] == RequestOutcome.NOBODY
+        nodes[1].close()
+        assert ask(service, pack, there) == (RequestOutcome.GOOD, True)
+        assert service.counts.source_bytes == 3000
+
+
+def test_a_shard_that_no_node_has_yet_is_copied_first_by_its_owner(pack, tmp_path):
+    with two_nodes(pack, tmp_path) as (nodes, memory):
+        service = RequestService(nodes[0], memory, stage_wait_s=0.0)
+        theirs = [
+            shard
+            for shard in range(pack.shard_count)
+            if nodes[0].members.placement.owners_of(shard)[0] == nodes[1].name
+        ]
+        wanted = theirs[-1]
+        assert ask(service, pack, wanted) == (RequestOutcome.GOOD, True)  # of the source: no wait
+        assert service.counts.source_bytes == 1000
+        nodes[1].members.add(nodes[0].name)
+        nodes[1].beat()  # takes note of what was asked for
+        nodes[1].beat()
+        nodes[1].finish_copies()
+        assert wanted in nodes[1].members.held
+        assert ask(service, pack, wanted) == (RequestOutcome.GOOD, True)
+        assert service.counts.peer_bytes == 1000
