@@ -86,7 +86,8 @@ def test_programs_on_two_hosts_see_the_whole_tree_wherever_files_lie(data, tmp_p
     assert [task.code for task in done] == [0, 0], done[0].err + done[1].err
     assert done[0].out == done[1].out != ""
     found = reports(tmp_path / "RUN")
-    assert sum(report["source_bytes"] for report in found) == shard_bytes(data / name)
+    copied = sum(report["source_bytes"] for report in found)
+    assert copied == shard_bytes(data / name), (found, done[0].err + done[1].err)
     assert all(report["peer_bytes"] > 0 for report in found)
     assert sorted(report["node"].split(":")[0] for report in found) == [host for host, _ in hosts]
     for task in done:
