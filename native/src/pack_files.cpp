@@ -293,6 +293,7 @@ uint64_t pack_files_inode(PackFiles* pack, PackEntry entry) {
 }
 
 int pack_files_read_stored(PackFiles* pack, uint64_t sample, void* target) {
+  if (pack->served != nullptr) return ENOTSUP;  // it may be elsewhere, or damaged here only
   return translated(pack, [&] {
     auto single = pack->reader.find_single(sample);
     if (!single) return ENOTSUP;
