@@ -1,5 +1,6 @@
 """``paceline run --data``: nodes keep parts of a pack, and programs on each see all of it."""
 
+import contextlib
 import json
 import os
 import re
@@ -155,10 +156,15 @@ def servers(task):
     )
 
 
-def maps_shards(task):
-    """Return whether a data server of a run has a copy of a shard."""
-    pids = [pid for pids in servers(task) for pid in pids]
-    return any("/shard-" in Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+def has_shards(task):
+    """Return whether the node of a data server has a copy of a shard."""
+    for pid in (pid for pids in servers(task) for pid in pids):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                path = descriptor.readlink()
+                if path.name == "lock" and any(path.parent.glob("shard-*")):
+                    return True
+    return False
 
 
 def start_paused(data, tmp_path, *options):
@@ -199,7 +205,7 @@ def test_what_nobody_has_is_an_error_that_names_the_file(data, tmp_path):
         (source / path.name).write_bytes(path.read_bytes())
     tasks, flags = start_paused(data, tmp_path, "--data", f"{source}:/mnt/x")
     with tasks[0], tasks[1]:
-        await_true(lambda: all(map(maps_shards, tasks)), "both nodes to have some shards")
+        await_true(lambda: all(map(has_shards, tasks)), "both nodes to have some shards")
         for path in source.glob("shard-*"):
             path.unlink()
         for task in tasks:
