@@ -51,10 +51,8 @@ bool ServedFiles::is_here(const PackReader& reader, std::uint64_t sample) const 
     is_here = true;
     for (std::uint64_t i = first; i < end && is_here; ++i) {
       const std::uint32_t shard = index.extent(i).shard;
-      // A server that has ended may not have said all that it had; a shard has its name when it is whole.
-      is_here = requests_ != nullptr && !requests_->has_ended()
-                    ? requests_->is_held(shard)
-                    : access(index.shard_path(shard).c_str(), R_OK) == 0;
+      is_here = requests_ != nullptr ? requests_->is_held(shard)
+                                     : access(index.shard_path(shard).c_str(), R_OK) == 0;
     }
   });
   return is_here;
