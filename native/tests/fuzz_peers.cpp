@@ -143,6 +143,7 @@ Sent some_frame(Random& random) {
       break;
     case 1:
       made = {.header = {.kind = FrameKind::card}, .body = {}};
+      made.header.body_bytes = random() % (2 * max_caller_bytes);  // the name of the node that asks
       break;
     case 2:  // more than a frame holds, and it says so
       made = read_frame(random);
@@ -171,7 +172,7 @@ Verdict verdict_on(const Sent& frame, bool is_welcome) {
     return frame.body == right.body ? Verdict::welcomes : Verdict::refuses_and_closes;
   }
   if (header.kind == FrameKind::card) {
-    return header.body_bytes == 0 ? Verdict::welcomes : Verdict::closes;
+    return header.body_bytes <= max_caller_bytes ? Verdict::welcomes : Verdict::closes;
   }
   if (header.kind != FrameKind::read || header.count == 0 || header.count > max_ranges ||
       header.body_bytes != header.count * sizeof(ByteRange)) {

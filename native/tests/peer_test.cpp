@@ -118,7 +118,7 @@ void test_what_is_answered() {
   CHECK(fetch(link, node, 4, 5, 1000, outcomes).kind == Kind::none);
   CHECK(are_all(outcomes, RangeOutcome::not_held));
   std::string card;
-  CHECK(link.ask_card(wait_ns, card).kind == Kind::none && card == "a card");
+  CHECK(link.ask_card(wait_ns, "", card).kind == Kind::none && card == "a card");
   node.server.drop(3);
   CHECK(fetch(link, node, 3, 5, 1000, outcomes).kind == Kind::none);
   CHECK(are_all(outcomes, RangeOutcome::not_held));

@@ -143,7 +143,7 @@ static void check_exhaustion(void) {
 
 void check_descriptors(const char* place);
 void check_descriptors(const char* place) {
-  atomic_store(&mount.pack, pack_files_open(place));
+  atomic_store(&mount.pack, pack_files_open(place, NULL, NULL));
   CHECK(atomic_load(&mount.pack) != NULL);
   for (unsigned i = 0; i < samples; ++i) {
     char name[16];
