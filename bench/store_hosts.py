@@ -217,7 +217,7 @@ def stream_rate(hosts, size):
             for host in range(hosts)
         ]
         found = [lines[0] for lines in said_by(processes)]
-    return sum(one["bytes"] for one in found) / max(one["s"] for one in found)
+    return sum(host["bytes"] for host in found) / max(host["s"] for host in found)
 
 
 def measure_links(report, place, rounds):
@@ -226,9 +226,9 @@ def measure_links(report, place, rounds):
     found = on_hosts(hosts, place, "links", rounds + 1)[1:]  # the first one opens connections
     rates, wires = [], []
     for measured in found:
-        seconds = max(one["s"] for one in measured)
-        rates.append(sum(one["bytes"] for one in measured) / seconds)
-        wires.append(sum(one["wire"] for one in measured) / seconds)
+        seconds = max(host["s"] for host in measured)
+        rates.append(sum(host["bytes"] for host in measured) / seconds)
+        wires.append(sum(host["wire"] for host in measured) / seconds)
     rate, wire = statistics.median(rates), statistics.median(wires)
     report.row(what="links", hosts=hosts, bytes_per_s=rate, wire_bytes_per_s=wire, stream=plain)
     report.bar("4 hosts: rate of the files over the links'", rate * 8 / LINK_BITS / hosts, 0.9,
@@ -241,8 +241,8 @@ def measure_epoch(report, folder, rounds):
     for hosts in (1, 2, 4):
         place = make_pack(folder, hosts)
         found = on_hosts(hosts, place, "epoch", rounds)
-        times[hosts] = statistics.median(max(one["s"] for one in measured) for measured in found)
-        wire = statistics.median(sum(one["wire"] for one in measured) for measured in found)
+        times[hosts] = statistics.median(max(host["s"] for host in measured) for measured in found)
+        wire = statistics.median(sum(host["wire"] for host in measured) for measured in found)
         report.row(what="epoch", hosts=hosts, s=times[hosts], wire_bytes_per_s=wire / times[hosts])
     for hosts in (2, 4):
         report.bar(f"weak scaling of an epoch, 1 to {hosts} hosts", times[1] / times[hosts], 0.9,

@@ -1,4 +1,4 @@
-// RangeRequests: ranges arrive whole whoever asks, slots come back, nobody waits for what has ended.
+// RangeRequests: ranges arrive whole for any process, slots come back, nobody waits for what has ended.
 #include "paceline/range_requests.hpp"
 
 #include <atomic>

@@ -3,8 +3,8 @@
 //
 //     program                             server
 //     claims a slot, writes (shard, offset, length), wakes it
-//                                         takes it, fetches the bytes into the slot's room, from whoever
-//                                         has them, wakes the program
+//                                         takes it, fetches the bytes into the slot's room, from a node
+//                                         that has them, wakes the program
 //     copies the bytes, frees the slot
 //
 // The memory is a memfd of the launcher, which programs open as /proc/PID/fd/N and map: nothing is left

@@ -86,6 +86,7 @@ class FuseMount:
                     "the kernel does not answer",
                     where=mount.point,
                     why=f"it sent no first request within {_READY_S:.0f} s",
+                    fix="See the kernel's log (dmesg), or try again when less runs here",
                 )
         except BaseException:
             with contextlib.suppress(OSError, Missing):
@@ -301,7 +302,8 @@ def _take_away(point: str, *, lazy: bool) -> None:
         unmount(os.fsencode(place), lazy=lazy)
     except OSError as problem:
         why = os.strerror(problem.errno or 0)
-        raise StorageError("cannot unmount", where=point, why=why) from None
+        fix = "Close the files in it, or give --lazy"
+        raise StorageError("cannot unmount", where=point, why=why, fix=fix) from None
 
 
 def _is_busy(problem: StorageError) -> bool:

@@ -17,6 +17,7 @@ from paceline.core.errors import Missing, StorageError
 _PROGRAMS = ("fusermount3", "fusermount")
 _OPTIONS = "ro,nosuid,nodev,default_permissions,subtype=paceline"
 _WAIT_S = 20.0
+_FIX = "Try it by hand: fusermount3 -u, and see the kernel's log (dmesg)"
 
 
 def find_fusermount() -> str:
@@ -60,9 +61,11 @@ def mount_by_fusermount(source: str, point: str) -> int:
         try:
             _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
         except OSError as problem:
-            raise StorageError("cannot mount", where=point, why=f"{program}: {problem}") from None
+            why = f"{program}: {problem}"
+            raise StorageError("cannot mount", where=point, why=why, fix=_FIX) from None
     if not descriptors:
-        raise StorageError("cannot mount", where=point, why=f"{program} handed over nothing")
+        why = f"{program} handed over nothing"
+        raise StorageError("cannot mount", where=point, why=why, fix=_FIX)
     os.set_inheritable(descriptors[0], False)
     return descriptors[0]
 
@@ -92,7 +95,7 @@ def _call(words: list[str], *, what: str, point: str, descriptor: int | None = N
         )
     except subprocess.TimeoutExpired:
         why = f"{words[0]} did not end within {_WAIT_S:.0f} s"
-        raise StorageError(what, where=point, why=why) from None
+        raise StorageError(what, where=point, why=why, fix=_FIX) from None
     if done.returncode != 0:
         why = os.fsdecode(done.stderr).strip() or f"{words[0]} ended with {done.returncode}"
         raise StorageError(what, where=point, why=why, fix="Look whether the folder is yours")

@@ -124,7 +124,10 @@ def _start(program: Sequence[str]) -> subprocess.Popen[bytes]:
         ) from None
     except OSError as problem:
         raise UsageError(
-            "the program cannot be started", where=program[0], why=problem.strerror or ""
+            "the program cannot be started",
+            where=program[0],
+            why=problem.strerror or "",
+            fix="Check that it is a program for this machine, and that you may execute it",
         ) from None
 
 

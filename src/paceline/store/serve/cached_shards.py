@@ -238,6 +238,6 @@ class CachedShards:
     def _counted(self, shard: int) -> Iterator[bytes]:
         for piece in self._pieces_of(shard):
             if self._is_closed:
-                raise PacelineError("the cache was closed")
+                raise PacelineError("the cache was closed", fix="Read before the pack is closed")
             self.copied_bytes += len(piece)
             yield piece

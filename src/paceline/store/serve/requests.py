@@ -18,7 +18,7 @@ import logging
 import threading
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import PacelineError
@@ -155,7 +155,7 @@ class RequestService:
 
     def _serve(self) -> None:
         while not self._stop.is_set():
-            taken = self._requests.take(_TAKE_S)
+            taken: Any = self._requests.take(_TAKE_S)  # five numbers, or None
             if taken is None:
                 continue
             request = RangeRequest(*taken)
@@ -168,7 +168,7 @@ class RequestService:
                 self._requests.finish(request.slot, outcome)
 
     def answer(self, request: RangeRequest, out: NDArray[np.uint8]) -> RequestOutcome:
-        """Fill `out` with what a program asked for; return what it is told.
+        """Fill `out` with what a program asked for; return the outcome.
 
         Raises:
             OSError: no node has the bytes, and the source cannot be read.
