@@ -22,7 +22,8 @@ VERBS = {
     "demo": "See the whole loop on handwritten digits, in about a minute.",
     "doctor": "Check whether this machine is fit for training, and say what to fix.",
     "pack": "Pack a folder of samples into one checksummed data set.",
-    "store": "Read, mount, serve packs (ls, cat, extract, exec, mount, verify, repair, serve).",
+    "store": "Read and serve packs "
+    "(ls, cat, stat, extract, exec, mount, unmount, verify, repair, serve, fit, status).",
     "probe": "Measure this machine.",
     "plan": "Predict step time and memory of a model on this machine.",
     "calibrate": "Correct the figures of a machine file by a run.",

@@ -232,7 +232,7 @@ def case_refused():
             "overlap": {"overlap": True},
         }.items()
     }
-    other = nn.Sequential(nn.Linear(3, 3), nn.Identity()) if RANK == 1 else model
+    other = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)) if RANK == 1 else model
     found["other"] = error_of(lambda: prepare(other, sgd(other)))
     return found
 
