@@ -167,7 +167,10 @@ def files_elsewhere(pack, shards):
     """Return how many files of a pack do not lie in these shards alone."""
     with open_packed(pack) as opened:
         files = range(len(opened))
-        return sum(not shards.issuperset(ExtentPlan(opened.native_reader, np.array([file])).shards) for file in files)
+        return sum(
+            not shards.issuperset(ExtentPlan(opened.native_reader, np.array([file])).shards)
+            for file in files
+        )
 
 
 def start_paused(data, tmp_path, *options):
