@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -58,8 +59,7 @@ class Launched:
     def __exit__(self, *_: object) -> None:
         """Let nothing survive a test that fails."""
         if self.code is None:
-            for pid in self.running():
-                os.kill(pid, 9)
+            self.kill()
             self.process.communicate()
 
     def wait(self, deadline_s: float = DEADLINE_S) -> Launched:
@@ -67,12 +67,17 @@ class Launched:
         try:
             self.out, self.err = self.process.communicate(timeout=deadline_s)
         except subprocess.TimeoutExpired:
-            for pid in self.running():
-                os.kill(pid, 9)
+            self.kill()
             self.out, self.err = self.process.communicate()
             raise AssertionError(f"it hangs; so far: {self.out}{self.err}") from None
         self.code = self.process.returncode
         return self
+
+    def kill(self) -> None:
+        """Kill all processes of this run."""
+        for pid in self.running():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
 
     def running(self) -> list[int]:
         """Return the processes of this run that still run: all of them carry its mark."""

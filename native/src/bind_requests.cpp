@@ -1,5 +1,7 @@
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 
 #include <algorithm>
@@ -30,15 +32,13 @@ std::unique_ptr<RangeRequests> made(Make&& make) {
 }
 
 // Slot, shard, offset, length, attempt; None: nobody asked within the time.
-nb::object take(RangeRequests& self, double wait_s) {
-  std::optional<RangeRequests::Request> request;
-  {
-    nb::gil_scoped_release released;
-    request = self.take(ns_of(wait_s));
-  }
-  if (!request) return nb::none();
-  return nb::make_tuple(request->slot, request->shard, request->offset, request->length,
-                        request->attempt);
+using Taken = std::tuple<std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t, std::uint32_t>;
+
+std::optional<Taken> take(RangeRequests& self, double wait_s) {
+  nb::gil_scoped_release released;
+  const auto request = self.take(ns_of(wait_s));
+  if (!request) return std::nullopt;
+  return Taken(request->slot, request->shard, request->offset, request->length, request->attempt);
 }
 
 int fetch(RangeRequests& self, std::uint32_t shard, std::uint64_t offset, nb::handle out,

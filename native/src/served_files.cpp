@@ -45,14 +45,16 @@ ServedFiles::~ServedFiles() { delete source_.load(); }
 
 bool ServedFiles::is_here(const PackReader& reader, std::uint64_t sample) const {
   const PackIndex& index = reader.index();
+  // A server that has ended may not have said all that it had copied: a shard has its name once it is whole.
+  const bool is_said = requests_ != nullptr && !requests_->has_ended();
   volatile bool is_here = true;
   index.read([&] {
     const auto [first, end] = index.extents(sample);
     is_here = true;
     for (std::uint64_t i = first; i < end && is_here; ++i) {
       const std::uint32_t shard = index.extent(i).shard;
-      is_here = requests_ != nullptr ? requests_->is_held(shard)
-                                     : access(index.shard_path(shard).c_str(), R_OK) == 0;
+      is_here = (requests_ != nullptr && requests_->is_held(shard)) ||
+                (!is_said && access(index.shard_path(shard).c_str(), R_OK) == 0);
     }
   });
   return is_here;
@@ -74,7 +76,7 @@ void ServedFiles::read(const PackReader& reader, std::uint64_t sample, std::byte
     const std::size_t size = reader.checked_length(sample);
     const Fetched fetched = fetch(reader, sample, {target, size}, tried, why);
     if (fetched == Fetched::yes) return;
-    if (fetched == Fetched::no) break;
+    if (fetched == Fetched::no && (requests_ == nullptr || !requests_->has_ended())) break;
   }
   read_source(reader, sample, target, why);
 }

@@ -66,6 +66,8 @@ def test_every_page_can_be_found_from_the_readme():
         "guides/pipeline-schedules.md",
         "guides/out-of-core.md",
         "guides/store-nodes.md",
+        "guides/federated.md",
+        "guides/federated-contribution.md",
         "guides/federated-ledger.md",
     ],
 )

@@ -62,6 +62,22 @@ def folder(tmp_path_factory):
     return place
 
 
+def test_the_sizes_of_buckets_are_planned(folder):
+    arguments = ("train.py:step", "-n", 2, "--machine", "machine.json", "--out", "sized.json")
+    for given, expected in (("8MiB", 8 << 20), ("auto", 25 << 20)):
+        done = paceline(folder, "plan", *arguments, "--buckets", given)
+        assert done.code == 0, done.err
+        plan = load_plan_file(folder / "sized.json").plan
+        # On this machine's figures no size gains: small gradients are ready at the end.
+        assert plan.bucket_bytes == expected
+        assert ("in buckets of" in done.out) == (expected == 8 << 20)
+    for given, said in (("0", "hold no gradient"), ("many", "is not a size")):
+        done = paceline(folder, "plan", *arguments, "--buckets", given)
+        assert (done.code, said in done.err) == (2, True), done.err
+    done = paceline(folder, "plan", *arguments, "--buckets", "auto", "--partitions", 2)
+    assert "sizes of their own" in done.err
+
+
 @pytest.fixture(scope="module")
 def planned(folder):
     arguments = ("--plan", "plan.json", "--machine", "machine.json", "--out", "planned")

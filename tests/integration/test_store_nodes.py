@@ -133,6 +133,16 @@ def test_replicas_serve_what_a_lost_node_held(pack, caplog):
         assert "node2: it was stopped" in caught.value.why
 
 
+def test_a_shard_that_moved_to_a_node_which_joined_is_found_there(pack):
+    first, second = local_nodes(pack, 2)
+    links = {node.name: LocalNodeLink(node) for node in (first, second)}
+    with RemotePack(pack.path, [links["node0"]], connect=links.__getitem__) as remote:
+        assert_equal(pack, remote)  # and knows one node only
+        first.peers = ("node1",)
+        first.shards.clear()
+        assert_equal(pack, remote)
+
+
 def test_the_source_is_the_last_resort(pack):
     nodes = local_nodes(pack, 2)
     nodes[0].shards.pop(0)

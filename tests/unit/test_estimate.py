@@ -22,7 +22,7 @@ from paceline.core.machine import (
 )
 from paceline.core.plan import Mesh, Plan
 from paceline.core.workload import Dataset, Layer, Operation, Workload
-from paceline.perf import estimate
+from paceline.perf import choose_buckets, estimate
 from paceline.perf.communication import (
     Bucket,
     all_reduce_s,
@@ -435,3 +435,49 @@ def test_a_machine_without_devices_is_refused():
     workload = Workload(name="net", batch=1, input_bytes=4, layers=())
     with pytest.raises(UsageError, match="torch is not installed"):
         estimate(machine, workload, Plan())
+
+
+# --- sizes of buckets ------------------------------------------------------------------------
+
+
+def many_layers(count, parameter_bytes, backward_s):
+    """Return a workload whose gradients come one after the other."""
+    flops = int(backward_s * 1e9 / count)
+    layers = tuple(
+        Layer(
+            name=str(number),
+            kind="Linear",
+            parameter_bytes=(parameter_bytes,),
+            buffer_bytes=0,
+            operations=(operation("backward", flops=flops),),
+        )
+        for number in range(count)
+    )
+    return Workload(name="w", batch=8, input_bytes=0, layers=layers)
+
+
+def buckets_of(latency_s, s_per_mib, workload):
+    """Return the plan that is chosen between two hosts, and the steps before and after."""
+    cost = collective("all_reduce", latency_s, MIB / s_per_mib, hosts=2)
+    machine = dataclasses.replace(make_machine(), collectives=(cost,))
+    plan = Plan(mesh=Mesh(data=2), nodes=2)
+    chosen = choose_buckets(machine, workload, plan)
+    predicted = [estimate(machine, workload, each).step_time_s for each in (plan, chosen)]
+    return chosen, predicted
+
+
+def test_small_buckets_are_hidden_and_large_ones_pay_latency_less_often():
+    workload = many_layers(64, MIB, backward_s=1.0)
+    small, (before_s, after_s) = buckets_of(1e-5, 0.012, workload)
+    assert small.bucket_bytes < 25 * MIB
+    assert after_s < before_s
+    large, (before_s, after_s) = buckets_of(0.4, 1e-5, workload)
+    assert large.bucket_bytes > 25 * MIB
+    assert after_s < before_s
+
+
+def test_sizes_that_make_no_difference_stay():
+    workload = many_layers(4, 100, backward_s=1.0)
+    assert buckets_of(1e-5, 1e-3, workload)[0] == Plan(mesh=Mesh(data=2), nodes=2)
+    alone = Plan()
+    assert choose_buckets(make_machine(), workload, alone) == alone

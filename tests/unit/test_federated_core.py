@@ -190,7 +190,11 @@ def test_the_memory_is_the_mean_of_all_clients_once_all_have_answered():
     for client in range(6):
         memory.combine([client], [deltas[client]], [1.0])
     expected = np.average(deltas, axis=0, weights=sizes)
-    for answering in ([0], [2, 3], [5, 1, 4]):  # whoever answers, if updates stay as they were
+    for answering in (
+        [0],
+        [2, 3],
+        [5, 1, 4],
+    ):  # any answers: updates stay as they were
         change = memory.combine(answering, [deltas[c] for c in answering], [1.0] * len(answering))
         assert change == pytest.approx(expected, abs=1e-6)
     assert memory.distance(0, deltas[0]) == 0
@@ -309,6 +313,13 @@ def test_a_federations_file(tmp_path):
     path.write_text(f"clients = 30\n[goals]\nfast = 2.0\n{devices}")
     config = FederationConfig.from_toml(path)
     assert (config.clients, config.goals.fast, config.devices.queue_s) == (30, 2.0, 60.0)
+    assert (config.data.folder, config.scores) == ("", "")
+    path.write_text("scores = 'scores.json'\n[data]\nfolder = 'images'\n")
+    config = FederationConfig.from_toml(path)  # paths begin at the file's folder
+    assert (config.data.folder, config.scores) == (
+        str(tmp_path / "images"),
+        str(tmp_path / "scores.json"),
+    )
     for text, message in (
         ("cliens = 3", "clients"),
         ("clients = 5", "cohort of 10 of 5"),

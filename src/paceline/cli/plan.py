@@ -46,6 +46,12 @@ Example: paceline plan examples/digits_step.py:step -n 2
     help="What reduces gradients where the script calls paceline.training.prepare [default: ddp].",
 )
 @click.option(
+    "--buckets",
+    metavar="BYTES",
+    help="Gradients that are reduced in one collective, as 8MiB; auto: the size of the shortest "
+    "predicted step [default: torch's 25 MiB].",
+)
+@click.option(
     "--strategy",
     type=click.Choice(["data", "model", "hybrid", "auto"]),
     help="data: each rank has the whole model; model: each has a stage of its layers; hybrid: "
@@ -91,6 +97,7 @@ def plan(
     allocator: AllocatorChoice,
     collectives: CollectivesChoice,
     engine: EngineChoice,
+    buckets: str | None,
     strategy: StrategyChoice | None,
     partitions: int | None,
     microbatches: int | None,
@@ -133,6 +140,7 @@ def plan(
             schedule=schedule,
             batch=batch,
             fit_bytes=parse_size(budget) if budget else None,
+            buckets="auto" if buckets == "auto" else parse_size(buckets) if buckets else None,
         ),
     )
     assert planned.estimate is not None

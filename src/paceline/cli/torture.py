@@ -5,12 +5,25 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import click
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from paceline.studies.torture_store import TortureReport
+
+Command = TypeVar("Command", bound="Callable[..., Any]")
+
+
+class _Report(Protocol):
+    """Of a campaign."""
+
+    @property
+    def ok(self) -> bool: ...
+
+    def to_json(self) -> dict[str, Any]: ...
 
 
 @click.group(epilog="Example: paceline torture store --dir /scratch")
@@ -26,14 +39,25 @@ def _limit(_context: click.Context, _option: click.Parameter, text: str) -> int 
     return int(text)
 
 
+def _folder(what: str) -> Callable[[Command], Command]:
+    return click.option(
+        "--dir",
+        "folder",
+        type=click.Path(path_type=Path),
+        default=Path(),
+        help=f"{what} [default: current directory].",
+    )
+
+
+def _seed(what: str) -> Callable[[Command], Command]:
+    return click.option("--seed", type=int, default=1, show_default=True, help=what)
+
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+
+
 @torture.command(epilog="Example: paceline torture store --dir /scratch --corruptions 200")
-@click.option(
-    "--dir",
-    "folder",
-    type=click.Path(path_type=Path),
-    default=Path(),
-    help="Folder on the file system to test [default: current directory].",
-)
+@_folder("Folder on the file system to test")
 @click.option(
     "--corruptions",
     type=click.IntRange(0),
@@ -56,14 +80,8 @@ def _limit(_context: click.Context, _option: click.Parameter, text: str) -> int 
     show_default=True,
     help="Fail each system call that changes the disk once (or only the first N).",
 )
-@click.option(
-    "--seed",
-    type=int,
-    default=1,
-    show_default=True,
-    help="Seed for damage and kills; the same seed repeats them.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@_seed("Seed for damage and kills; the same seed repeats them.")
+@_as_json
 def store(
     folder: Path, corruptions: int, kills: int, faults: int | None, seed: int, as_json: bool
 ) -> None:
@@ -76,23 +94,12 @@ def store(
     from paceline.studies.torture_store import torture_store
 
     options = TortureOptions(corruptions=corruptions, kills=kills, fault_limit=faults, seed=seed)
-    report = torture_store(folder, options, on_progress=_show if sys.stderr.isatty() else None)
-    if as_json:
-        click.echo(json.dumps({**report.to_json(), "ok": report.ok}))
-    else:
-        _print_report(report)
-    if not report.ok:
-        sys.exit(1)
+    report = torture_store(folder, options, on_progress=_progress())
+    _end(report, _store_lines(report), as_json=as_json)
 
 
 @torture.command(epilog="Example: paceline torture ledger --dir /scratch --operations 100000")
-@click.option(
-    "--dir",
-    "folder",
-    type=click.Path(path_type=Path),
-    default=Path(),
-    help="Folder on the file system to test [default: current directory].",
-)
+@_folder("Folder on the file system to test")
 @click.option(
     "--operations",
     type=click.IntRange(1),
@@ -107,8 +114,8 @@ def store(
     show_default=True,
     help="How often to kill the writer meanwhile.",
 )
-@click.option("--seed", type=int, default=1, show_default=True, help="Seed of the operations.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@_seed("Seed of the operations.")
+@_as_json
 def ledger(folder: Path, operations: int, kills: int, seed: int, as_json: bool) -> None:
     """Kill the writer of a federation's ledger; compare what is left with a model.
 
@@ -117,46 +124,30 @@ def ledger(folder: Path, operations: int, kills: int, seed: int, as_json: bool) 
     """
     from paceline.federated.ledger.torture.campaign import torture_ledger
 
-    on_progress = _show if sys.stderr.isatty() else None
     report = torture_ledger(
-        folder, operations=operations, kills=kills, seed=seed, on_progress=on_progress
+        folder, operations=operations, kills=kills, seed=seed, on_progress=_progress()
     )
-    if on_progress:
-        on_progress("")
-    if as_json:
-        click.echo(json.dumps({**report.to_json(), "ok": report.ok}))
-    else:
-        verdict = "all as expected" if report.ok else f"{report.failure_count:,} FAILED"
-        click.echo(
-            f"{report.operations:,} operations, {report.kills:,} kills, {report.repeated:,} "
-            f"repeated, {report.refused:,} refused in {report.elapsed_s:.1f} s: {verdict}"
-        )
-        click.echo(
-            f"{report.blocks:,} blocks, {report.transactions:,} transactions, {report.postings:,} "
-            f"postings, verified in {report.verify_s:.1f} s"
-        )
-        for failure in report.failures:
-            click.echo(f"{'FAILED':>9}  {failure}")
-    if not report.ok:
-        sys.exit(1)
+    verdict = "all as expected" if report.ok else f"{report.failure_count:,} FAILED"
+    lines = [
+        f"{report.operations:,} operations, {report.kills:,} kills, {report.repeated:,} repeated, "
+        f"{report.refused:,} refused in {report.elapsed_s:.1f} s: {verdict}",
+        f"{report.blocks:,} blocks, {report.transactions:,} transactions, {report.postings:,} "
+        f"postings, verified in {report.verify_s:.1f} s",
+        *map(_failed, report.failures),
+    ]
+    _end(report, lines, as_json=as_json)
 
 
 @torture.command(epilog="Example: paceline torture cluster --dir /scratch --kills 20")
-@click.option(
-    "--dir",
-    "folder",
-    type=click.Path(path_type=Path),
-    default=Path(),
-    help="Folder for the nodes' local storage [default: current directory].",
-)
+@_folder("Folder for the nodes' local storage")
 @click.option(
     "--kills", type=click.IntRange(1), default=200, show_default=True, help="Nodes to kill."
 )
 @click.option(
     "--nodes", type=click.IntRange(2), default=3, show_default=True, help="Nodes that serve."
 )
-@click.option("--seed", type=int, default=1, show_default=True, help="Seed for data and kills.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@_seed("Seed for data and kills.")
+@_as_json
 def cluster(folder: Path, kills: int, nodes: int, seed: int, as_json: bool) -> None:
     """Kill the nodes that serve a pack while a client reads: are all bytes right?
 
@@ -167,36 +158,50 @@ def cluster(folder: Path, kills: int, nodes: int, seed: int, as_json: bool) -> N
     from paceline.studies.torture_cluster import ClusterOptions, torture_cluster
 
     options = ClusterOptions(kills=kills, nodes=nodes, seed=seed)
-    report = torture_cluster(folder, options, on_progress=_show if sys.stderr.isatty() else None)
-    if as_json:
-        click.echo(json.dumps({**report.to_json(), "ok": report.ok}))
-    else:
-        print(
-            f"{report.kills:,} nodes killed, {report.wiped:,} of them came back without files: "
-            f"{report.batches:,} batches read, {report.failed:,} failed, {report.wrong:,} wrong; "
-            f"a batch took {report.read_s_p50 * 1e3:.1f} ms, p99 {report.read_s_p99 * 1e3:.1f} ms, "
-            f"at most {report.read_s_max * 1e3:.0f} ms"
+    report = torture_cluster(folder, options, on_progress=_progress())
+    lines = [
+        f"{report.kills:,} nodes killed, {report.wiped:,} of them came back without files: "
+        f"{report.batches:,} batches read, {report.failed:,} failed, {report.wrong:,} wrong; "
+        f"a batch took {report.read_s_p50 * 1e3:.1f} ms, p99 {report.read_s_p99 * 1e3:.1f} ms, "
+        f"at most {report.read_s_max * 1e3:.0f} ms",
+        *map(_failed, report.problems),
+    ]
+    _end(report, lines, as_json=as_json)
+
+
+def _store_lines(report: TortureReport) -> list[str]:
+    lines = [f"{report.folder} ({report.file_system}), seed {report.seed}"]
+    for campaign in report.campaigns:
+        verdict = (
+            f"{campaign.failure_count:,} FAILED" if campaign.failure_count else "all as expected"
         )
-        for problem in report.problems:
-            print(f"   FAILED  {problem}")
-    if not report.ok:
-        sys.exit(1)
+        lines += [
+            f"{campaign.name}: {campaign.cases:,} cases in {campaign.elapsed_s:.1f} s, {verdict}",
+            *(f"{count:>9,}  {name}" for name, count in campaign.counts.items()),
+            *map(_failed, campaign.failures),
+        ]
+    return lines
+
+
+def _failed(what: str) -> str:
+    return f"{'FAILED':>9}  {what}"
+
+
+def _progress() -> Callable[[str], None] | None:
+    return _show if sys.stderr.isatty() else None
 
 
 def _show(line: str) -> None:
     click.echo(f"\r\x1b[K{line}", nl=False, err=True)
 
 
-def _print_report(report: TortureReport) -> None:
+def _end(report: _Report, lines: Sequence[str], *, as_json: bool) -> None:
+    """Print what a campaign found; exit with status 1 if something failed."""
     if sys.stderr.isatty():
         _show("")
-    print(f"{report.folder} ({report.file_system}), seed {report.seed}")
-    for campaign in report.campaigns:
-        verdict = (
-            f"{campaign.failure_count:,} FAILED" if campaign.failure_count else "all as expected"
-        )
-        print(f"{campaign.name}: {campaign.cases:,} cases in {campaign.elapsed_s:.1f} s, {verdict}")
-        for name, count in campaign.counts.items():
-            print(f"{count:>9,}  {name}")
-        for failure in campaign.failures:
-            print(f"{'FAILED':>9}  {failure}")
+    if as_json:
+        click.echo(json.dumps({**report.to_json(), "ok": report.ok}))
+    else:
+        click.echo("\n".join(lines))
+    if not report.ok:
+        sys.exit(1)

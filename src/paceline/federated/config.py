@@ -16,7 +16,7 @@ An unknown key is an error that names the place.
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
@@ -107,7 +107,9 @@ class FederationConfig(Record):
             ) from problem
         found = cls.from_json(data, where=str(path))
         found.check(str(path))
-        return found
+        images = str(path.parent / found.data.folder) if found.data.folder else ""
+        scores = str(path.parent / found.scores) if found.scores else ""
+        return replace(found, data=replace(found.data, folder=images), scores=scores)
 
     def check(self, where: str) -> None:
         """Refuse numbers that no federation can have.

@@ -40,14 +40,22 @@ def evaluate(at_s: float, version: int, predicted: np.ndarray, labels: np.ndarra
 
 @dataclass(slots=True)
 class Monitor:
-    """All evaluations of a federation, oldest first."""
+    """What became of the model.
 
-    evaluations: list[Evaluation] = field(default_factory=list)
+    Attributes:
+        evaluations: of a federation, oldest first.
+        smoothed: mean accuracy of each evaluation and up to two before it.
+    """
+
+    evaluations: list[Evaluation] = field(default_factory=list, init=False)
+    smoothed: list[float] = field(default_factory=list, init=False)
 
     def add(self, evaluation: Evaluation) -> str:
         """Take an evaluation; return an alarm, or ""."""
         self.evaluations.append(evaluation)
-        smoothed = self.smoothed()
+        last = [found.accuracy for found in self.evaluations[-_SMOOTHED:]]
+        self.smoothed.append(float(np.mean(last)))
+        smoothed = self.smoothed
         if smoothed[-1] < max(smoothed) - _FALL:
             return (
                 f"accuracy fell from {max(smoothed):.3f} to {smoothed[-1]:.3f}: the model diverges"
@@ -58,22 +66,15 @@ class Monitor:
                 return f"accuracy has not risen for {_PLATEAU} evaluations"
         return ""
 
-    def smoothed(self) -> list[float]:
-        """Return the mean accuracy of each evaluation and up to two before it."""
-        values = [evaluation.accuracy for evaluation in self.evaluations]
-        return [
-            float(np.mean(values[max(0, n - _SMOOTHED + 1) : n + 1])) for n in range(len(values))
-        ]
-
     def seconds_to(self, accuracy: float) -> float | None:
         """Return when the smoothed accuracy first reached a value; None: never."""
-        pairs = zip(self.evaluations, self.smoothed(), strict=True)
+        pairs = zip(self.evaluations, self.smoothed, strict=True)
         return next((e.at_s for e, value in pairs if value >= accuracy), None)
 
     @property
     def final(self) -> float:
         """The last smoothed accuracy."""
-        return self.smoothed()[-1]
+        return self.smoothed[-1]
 
     @property
     def worst_class(self) -> float:

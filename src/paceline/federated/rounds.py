@@ -23,11 +23,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from paceline.core.errors import UsageError
+from paceline.federated.aggregation.weights import staleness_weights
 from paceline.federated.clients import Profiler
 from paceline.federated.selection.view import ClientsView, Selector
 from paceline.federated.updates import ModelUpdate
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from paceline.federated.clients import Timing
 
 
@@ -144,6 +147,11 @@ class RoundController:
         """Clients that were asked and have not answered."""
         return frozenset(self._working)
 
+    def version_of(self, client: int) -> int | None:
+        """Return the version that a client works with; None: it was not asked."""
+        work = self._working.get(client)
+        return None if work is None else work.version
+
     @property
     def next_deadline_s(self) -> float | None:
         """The time at which `advance` must be called although nothing happened."""
@@ -172,7 +180,7 @@ class RoundController:
         self._surprise[client] = distance
 
     def advance(
-        self, now_s: float, is_online: np.ndarray, accuracy: tuple[float, ...] = ()
+        self, now_s: float, is_online: np.ndarray, accuracy: Sequence[float] = ()
     ) -> list[Action]:
         """Return what is to be done now; call again after each event and at `next_deadline_s`.
 
@@ -202,10 +210,11 @@ class RoundController:
         clients = tuple(client for client, _ in taken)
         for client in clients:
             self.returned[client] += 1
-        power = self.options.staleness_power
-        staleness = tuple((1 + self.version - u.version) ** -power for _, u in taken)
+        updates = tuple(update for _, update in taken)
+        missed = [self.version - update.version for update in updates]
+        staleness = staleness_weights(missed, power=self.options.staleness_power)
         self.version += 1
-        actions: list[Action] = [Aggregate(tuple(u for _, u in taken), clients, staleness)]
+        actions: list[Action] = [Aggregate(updates, clients, tuple(staleness.tolist()))]
         if not self.options.in_flight:
             for client in list(self._working):
                 self._waste(now_s, client)
@@ -214,7 +223,7 @@ class RoundController:
         return actions
 
     def _start(
-        self, now_s: float, is_online: np.ndarray, accuracy: tuple[float, ...]
+        self, now_s: float, is_online: np.ndarray, accuracy: Sequence[float]
     ) -> list[Action]:
         options = self.options
         if options.in_flight:

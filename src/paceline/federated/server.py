@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.core.errors import UsageError
+from paceline.federated.aggregation import weighted_sum
 from paceline.federated.monitor import Evaluation, Monitor
 from paceline.federated.rounds import Aggregate
 from paceline.federated.update_memory import UpdateMemory
@@ -65,7 +66,6 @@ class FederationServer:
         self.alarms: dict[str, None] = {}
         self._memory = UpdateMemory(weights, model.size)
         self._models = {0: model}  # by version, as long as a client may work with it
-        self._working: dict[int, int] = {}  # version that a client works with
 
     @property
     def version(self) -> int:
@@ -79,11 +79,18 @@ class FederationServer:
 
     def waits_for(self, client: int, version: int) -> bool:
         """Return whether an update of a client's would be used."""
-        return self._working.get(client) == version
+        return self.controller.version_of(client) == version
 
     def model_of(self, client: int) -> np.ndarray:
-        """Return the model that a client works with."""
-        return self._models[self._working[client]]
+        """Return the model that a client works with.
+
+        Raises:
+            KeyError: it was not asked.
+        """
+        version = self.controller.version_of(client)
+        if version is None:
+            raise KeyError(client)
+        return self._models[version]
 
     def arrived(self, now_s: float, client: int, update: ModelUpdate, timing: Timing) -> None:
         """Take an update; one that cannot be used, or that nobody waits for, changes nothing."""
@@ -94,12 +101,10 @@ class FederationServer:
             self.lost(now_s, client)
             return
         self.controller.arrived(now_s, client, update, timing)
-        self._working.pop(client, None)
 
     def lost(self, now_s: float, client: int) -> None:
         """Note that a client has failed."""
         self.controller.lost(now_s, client)
-        self._working.pop(client, None)
 
     def advance(self, now_s: float, is_online: np.ndarray) -> list[StartClient | CancelClient]:
         """Make new models as far as there are updates; return what to tell clients.
@@ -112,18 +117,13 @@ class FederationServer:
         has_changed = True
         while has_changed:
             has_changed = False
-            accuracy = tuple(self.monitor.smoothed())
-            for action in self.controller.advance(now_s, is_online, accuracy):
+            for action in self.controller.advance(now_s, is_online, self.monitor.smoothed):
                 if isinstance(action, Aggregate):
                     self._aggregate(now_s, action)
                     has_changed = True
                 else:
                     found.append(action)
-        for action in found:
-            self._working.pop(action.client, None)
-            if action.client in self.controller.working:
-                self._working[action.client] = self.version
-        in_use = {*self._working.values(), self.version}
+        in_use = {*map(self.controller.version_of, self.controller.working), self.version}
         self._models = {v: model for v, model in self._models.items() if v in in_use}
         return found
 
@@ -158,7 +158,7 @@ class FederationServer:
                 self.controller.surprised(client, self._memory.distance(client, delta))
             change = self._memory.combine(clients, deltas, weights)
         else:
-            change = np.average(deltas, axis=0, weights=weights).astype(np.float32)
+            change = weighted_sum(deltas, np.asarray(weights) / sum(weights))
         if self._pay is not None:
             self._pay.applied(change)
         return change

@@ -12,6 +12,7 @@ from rich.console import Group
 from rich.text import Text
 
 from paceline.core.breakdown import PHASES
+from paceline.core.plan import Plan
 from paceline.report.advice.gather import mean_times
 from paceline.report.compare import shown_cells, shown_phases
 from paceline.report.fitting_table import FittingTable
@@ -170,6 +171,15 @@ def _mismatches(mismatches: Iterable[Mismatch]) -> FittingTable:
     return FittingTable(heads=heads, rows=tuple(rows), names=2)
 
 
+def _buckets(plan: Plan) -> list[Text]:
+    """Return the sizes of gradient buckets, where they are not torch's."""
+    sizes = (plan.bucket_bytes, plan.first_bucket_bytes)
+    if sizes == (Plan().bucket_bytes, Plan().first_bucket_bytes):
+        return []
+    size, first = (format_bytes(count) for count in sizes)
+    return [Text(f"gradients are reduced in buckets of {size}, the first of {first}")]
+
+
 def render_estimate(estimate: Estimate) -> Group:
     """Return what ``paceline plan`` shows."""
     low, high = format_seconds(estimate.low_s), format_seconds(estimate.high_s)
@@ -210,6 +220,7 @@ def render_estimate(estimate: Estimate) -> Group:
             f"{estimate.limit}",
             style="bold",
         ),
+        *_buckets(estimate.plan),
         *render_candidates(estimate),
         *render_stages(estimate),
         Text(),

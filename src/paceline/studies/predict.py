@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from paceline.core.errors import UsageError
 from paceline.core.estimate import PlanCandidate
 from paceline.core.plan import Mesh, PipelineChoice, Plan, StrategyChoice
 from paceline.core.plan_file import PlanFile
-from paceline.perf import divide, estimate
+from paceline.perf import choose_buckets, divide, estimate
 from paceline.perf.out_of_core import fit, fit_stages
 from paceline.probe.machine_file import load_machine
 from paceline.training.capture_process import BatchDivision, StageDivision, capture_splits
@@ -41,6 +41,8 @@ class StrategyOptions:
         batch: samples of a step on all replicas together; None: each replica has the batch of the
             user's function, with ``auto`` each rank.
         fit_bytes: memory budget of each rank; None: none.
+        buckets: bytes of gradients that are reduced in one collective; ``auto``: what is predicted
+            to be fastest; None: torch's default.
     """
 
     strategy: StrategyChoice | None = None
@@ -49,6 +51,7 @@ class StrategyOptions:
     schedule: PipelineChoice = "1f1b"
     batch: int | None = None
     fit_bytes: int | None = None
+    buckets: int | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         if self.fit_bytes is not None and self.fit_bytes < 1:
@@ -56,6 +59,19 @@ class StrategyOptions:
                 f"a memory budget must be at least 1 byte, got {self.fit_bytes}",
                 where="paceline plan --fit",
                 fix="Give the bytes of each rank's process, as 8GiB",
+            )
+        is_divided = self.resolved in ("model", "hybrid") or self.partitions not in (None, 1)
+        if is_divided and self.buckets is not None:
+            raise UsageError(
+                "the buckets of a model in stages have sizes of their own",
+                where=f"paceline plan --buckets {self.buckets}",
+                fix="Leave --buckets out, or plan for data-parallel ranks",
+            )
+        if isinstance(self.buckets, int) and self.buckets < 1:
+            raise UsageError(
+                f"buckets of {self.buckets} bytes hold no gradient",
+                where="paceline plan --buckets",
+                fix="Give a size, as 8MiB, or auto",
             )
         if self.resolved != "data" or self.partitions not in (None, 1):
             return
@@ -125,9 +141,13 @@ def predict(
         engine=engine,
     )
     options = strategy or StrategyOptions()
+    if isinstance(options.buckets, int):
+        plan = replace(plan, bucket_bytes=options.buckets)
+    chooses = options.buckets == "auto"
     if options.resolved == "data" and options.batch is None and options.partitions in (None, 1):
         captured = capture_splits(target, (), memory=options.fit_bytes is not None)
         workload = captured.workload
+        plan = choose_buckets(machine, workload, plan) if chooses else plan
         predicted = estimate(machine, workload, plan)
         if options.fit_bytes is not None and captured.events is not None:
             found = fit(machine, workload, plan, captured.events, options.fit_bytes)
@@ -144,7 +164,7 @@ def predict(
         copies=ranks if is_auto else shapes[0].mesh.data,
     )
     plan = replace(plan, schedule=options.schedule)
-    file = _fastest(machine, plan, shapes, captured, compare=is_auto)
+    file = _fastest(machine, plan, shapes, captured, compare=is_auto, chooses=chooses)
     if options.fit_bytes is None:
         return file
     return _fitted(machine, target, file, captured.batch, options.fit_bytes)
@@ -238,14 +258,29 @@ def _divided(ranks: int, partitions: int, microbatches: int) -> _RankShape:
 
 
 def _fastest(
-    machine: Machine, plan: Plan, shapes: list[_RankShape], captured: CapturedStep, *, compare: bool
+    machine: Machine,
+    plan: Plan,
+    shapes: list[_RankShape],
+    captured: CapturedStep,
+    *,
+    compare: bool,
+    chooses: bool,
 ) -> PlanFile:
-    """Return the plan with the shortest step, of those that fit into memory if any do."""
+    """Return the plan with the shortest step, of those that fit into memory if any do.
+
+    Args:
+        machine: on which ranks train.
+        plan: what all plans have in common.
+        shapes: to predict.
+        captured: a workload for each shape.
+        compare: whether to keep the others as candidates.
+        chooses: whether the sizes of buckets are chosen.
+    """
     files: list[PlanFile] = []
     for shape, workload in zip(shapes, captured.splits, strict=True):
         if compare and shape.mesh.pipeline > len(workload.layers):
             continue
-        file = _predicted(machine, plan, shape, workload, captured)
+        file = _predicted(machine, plan, shape, workload, captured, chooses=chooses)
         if all(file.plan != other.plan for other in files):
             files.append(file)
     files.sort(key=lambda file: (not _estimate(file).fits, _estimate(file).step_time_s))
@@ -257,7 +292,13 @@ def _fastest(
 
 
 def _predicted(
-    machine: Machine, plan: Plan, shape: _RankShape, workload: Workload, captured: CapturedStep
+    machine: Machine,
+    plan: Plan,
+    shape: _RankShape,
+    workload: Workload,
+    captured: CapturedStep,
+    *,
+    chooses: bool,
 ) -> PlanFile:
     count, size = shape.split.sizes(captured.batch)
     if shape.mesh.pipeline > 1:
@@ -265,6 +306,7 @@ def _predicted(
         planned = divide(machine, workload, planned)
     else:
         planned = replace(plan, mesh=shape.mesh, schedule="1f1b")
+        planned = choose_buckets(machine, workload, planned) if chooses else planned
     predicted = estimate(machine, workload, planned)
     notes = _batch_notes(shape, captured, count, size)
     predicted = replace(predicted, warnings=(*predicted.warnings, *notes))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from paceline.cli.lazy import LazyGroup
@@ -21,3 +23,5 @@ VERBS = {
 )
 def fed() -> None:
     """Train on data that stays with its owners."""
+    # Before NumPy is loaded: its threads cost more than they gain on matrices as small as these.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

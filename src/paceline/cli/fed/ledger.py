@@ -177,5 +177,7 @@ def _tokens(amount: int) -> str:
     >>> _tokens(-1_500_000_000), _tokens(1)
     ('-1,500.000000', '0.000001')
     """
-    whole, rest = divmod(abs(amount), 1_000_000)
+    from paceline.federated.ledger import MICRO_TOKENS
+
+    whole, rest = divmod(abs(amount), MICRO_TOKENS)
     return f"{'-' if amount < 0 else ''}{whole:,}.{rest:06d}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,8 +10,6 @@ import click
 
 if TYPE_CHECKING:
     from paceline.federated.paid_run import PaidRun
-
-_TOKEN = 1_000_000  # micro-tokens
 
 
 @click.command(
@@ -36,7 +33,6 @@ def run(config: Path | None, out: Path, seed: int | None, as_json: bool) -> None
     that is fixed in advance; what passes no gate is not paid and not used. The ledger is
     in the folder: see `paceline fed ledger`.
     """
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as in `simulate`
     from dataclasses import replace
 
     from paceline.federated import paid_run, study
@@ -71,6 +67,8 @@ def run(config: Path | None, out: Path, seed: int | None, as_json: bool) -> None
 
 def _pay_lines(done: PaidRun, clients: int) -> list[str]:
     """Return what was paid to whom, in sentences."""
+    from paceline.federated.ledger import MICRO_TOKENS
+
     earned = {
         name.partition(":")[2]: amount
         for name, amount in done.balances.items()
@@ -81,10 +79,10 @@ def _pay_lines(done: PaidRun, clients: int) -> list[str]:
     most = pays[0] if pays else 0
     lines = [
         "",
-        f"Paid: {sum(pays) / _TOKEN:,.0f} tokens to {len(pays)} of {clients} clients, "
-        f"{middle / _TOKEN:,.1f} to the median one, {most / _TOKEN:,.1f} at most; "
-        f"infrastructure {done.balances.get('infrastructure', 0) / _TOKEN:,.0f}.",
-        f"Reimbursed: {done.balances.get('client:consumer', 0) / _TOKEN:,.0f} tokens. "
+        f"Paid: {sum(pays) / MICRO_TOKENS:,.0f} tokens to {len(pays)} of {clients} clients, "
+        f"{middle / MICRO_TOKENS:,.1f} to the median one, {most / MICRO_TOKENS:,.1f} at most; "
+        f"infrastructure {done.balances.get('infrastructure', 0) / MICRO_TOKENS:,.0f}.",
+        f"Reimbursed: {done.balances.get('client:consumer', 0) / MICRO_TOKENS:,.0f} tokens. "
         f"Sum of all accounts: {sum(done.balances.values())}.",
     ]
     if done.refused:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,8 +59,6 @@ def simulate(
     from paceline.federated.config import FederationConfig
     from paceline.federated.strategies import STRATEGIES, make_strategy
 
-    # Before NumPy is loaded: its threads cost more than they gain on matrices as small as these.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if out is not None:  # rather than after minutes of simulating
         from paceline.report.page.document import prepare_page
 

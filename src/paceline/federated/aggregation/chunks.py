@@ -50,7 +50,7 @@ def ranges(parameters: int, clients: int) -> Iterator[slice]:
         yield slice(begin, min(parameters, begin + length))
 
 
-def weighted_sum(deltas: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+def weighted_sum(deltas: Sequence[np.ndarray], weights: Sequence[float] | np.ndarray) -> np.ndarray:
     """Return the sum of weight x vector; float32, shape (parameters,).
 
     With weights that add up to 1 it is the weighted mean. Sums are in float64.

@@ -27,6 +27,8 @@ from paceline.core.errors import UsageError
 from paceline.core.record import Record
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from paceline.federated.selection.view import ClientsView
 
 _SLOPE_WINDOW = 6  # evaluations
@@ -69,7 +71,7 @@ class Goals(Record):
                 fix="Give a floor of at least 0 and below 1, and a ceiling above 1",
             )
 
-    def adapted(self, accuracy: tuple[float, ...]) -> Goals:
+    def adapted(self, accuracy: Sequence[float]) -> Goals:
         """Return the weights that go with the trend of the accuracy, oldest first."""
         recent = accuracy[-_SLOPE_WINDOW:]
         if len(recent) < _SLOPE_WINDOW:

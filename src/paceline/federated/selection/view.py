@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,7 +39,7 @@ class ClientsView:
     surprise: np.ndarray
     last_round: np.ndarray
     round: int
-    accuracy: tuple[float, ...]
+    accuracy: Sequence[float]
 
 
 class Selector(Protocol):

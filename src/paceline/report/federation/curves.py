@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.report.page import svg
-from paceline.report.page.chart import FIELD, Chart, vertical_scale
+from paceline.report.page.chart import FIELD, Chart, line_sample, numbered_line, vertical_scale
 
 if TYPE_CHECKING:
     from paceline.report.federation.model import FederationReport
     from paceline.report.page.svg import Point
 
 _HEIGHT_PX = 260.0
-_STYLES = 12  # of lines; see page.css
 
 
 def accuracy_over_time(report: FederationReport) -> Chart:
@@ -26,7 +25,7 @@ def accuracy_over_time(report: FederationReport) -> Chart:
     for index, runs in enumerate(report.by_strategy.values()):
         for run in runs:
             x = run.at_s / end_s * FIELD
-            marks.append(svg.polyline(_points(x, run.accuracy), _line(index)))
+            marks.append(svg.polyline(_points(x, run.accuracy), numbered_line(index)))
     return Chart(
         name="accuracy",
         title="Accuracy over simulated time",
@@ -36,7 +35,7 @@ def accuracy_over_time(report: FederationReport) -> Chart:
         height_px=_HEIGHT_PX,
         marks=marks,
         labels=labels,
-        legend=[*_legend(report), (_sample("line bound"), "target")],
+        legend=[*_legend(report), (line_sample("line bound"), "target")],
     )
 
 
@@ -47,7 +46,7 @@ def participation(report: FederationReport) -> Chart:
     marks, labels = vertical_scale(top, 5, _HEIGHT_PX, "used updates", ",.0f")
     for index, counts in enumerate(first.values()):
         x = np.linspace(0, FIELD, counts.size) if counts.size > 1 else np.array([0.0])
-        marks.append(svg.polyline(_points(x, np.sort(counts) / top), _line(index)))
+        marks.append(svg.polyline(_points(x, np.sort(counts) / top), numbered_line(index)))
     return Chart(
         name="participation",
         title="Used updates by client",
@@ -65,13 +64,7 @@ def _points(x: np.ndarray, share: np.ndarray) -> list[Point]:
     return list(zip(x.tolist(), (_HEIGHT_PX * (1 - share)).tolist(), strict=True))
 
 
-def _line(index: int) -> str:
-    return f"line policy-{index % _STYLES}"
-
-
-def _sample(style: str) -> str:
-    return svg.swatch([svg.line(0, 6, 28, 6, style)], 28)
-
-
 def _legend(report: FederationReport) -> list[tuple[str, str]]:
-    return [(_sample(_line(index)), name) for index, name in enumerate(report.by_strategy)]
+    return [
+        (line_sample(numbered_line(index)), name) for index, name in enumerate(report.by_strategy)
+    ]

@@ -30,6 +30,7 @@ COLUMNS = 400
 ROWS = 64
 # Values that a page keeps for zooming into one chart: two bytes each, 0.6 MB as text.
 MAX_VALUES = 220_000
+_LINE_STYLES = 12  # see page.css
 _LABELS_PX, _AXIS_PX = 72.0, 40.0
 _AXIS_NAMES = {"s": "seconds", "h": "hours", "%": "percent of jobs"}
 # Values are kept as logarithms in two bytes: 1 ns to 10,000 s, within 0.03 %; 0 stands for 0.
@@ -115,6 +116,16 @@ def legend(items: Iterable[tuple[str, str]]) -> str:
     """Return what each mark stands for: a sample of the mark, and words."""
     shown = "".join(f"<li>{sample}{escape(words)}</li>" for sample, words in items)
     return f'<ul class="legend">{shown}</ul>'
+
+
+def numbered_line(number: int) -> str:
+    """Return the style of one of several lines, from 0 on; from 12 on they repeat."""
+    return f"line series-{number % _LINE_STYLES}"
+
+
+def line_sample(style: str) -> str:
+    """Return the mark of a line in a legend."""
+    return svg.swatch([svg.line(0, 6, 28, 6, style)], 28)
 
 
 def vertical_scale(

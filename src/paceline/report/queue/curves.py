@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.report.page import svg
-from paceline.report.page.chart import COLUMNS, FIELD, LABEL_X, Chart, vertical_scale
+from paceline.report.page.chart import (
+    COLUMNS,
+    FIELD,
+    LABEL_X,
+    Chart,
+    line_sample,
+    numbered_line,
+    vertical_scale,
+)
 from paceline.report.queue.figures import BOUND
 
 if TYPE_CHECKING:
@@ -18,7 +26,6 @@ if TYPE_CHECKING:
     from paceline.report.queue.model import PolicyRun
 
 _HEIGHT_PX = 260.0
-_STYLES = 12
 _DECADES = 6  # at most, below the longest completion time
 _TIMES = ((1.0, "1 s"), (10.0, "10 s"), (60.0, "1 min"), (600.0, "10 min"))
 _HOURS = (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000)
@@ -30,7 +37,7 @@ def jobs_done(runs: Sequence[PolicyRun]) -> Chart:
     most = max(len(run.ended_s) for run in runs)
     marks, labels = vertical_scale(most, 5, _HEIGHT_PX, "jobs done", ",.0f")
     for i, run in enumerate(runs):
-        marks.append(svg.polyline(_done(run.ended_s, end_s, most), _line(i)))
+        marks.append(svg.polyline(_done(run.ended_s, end_s, most), numbered_line(i)))
     best_s = runs[0].ended_s - runs[0].jct_s + runs[0].alone_s
     marks.append(svg.polyline(_done(best_s, end_s, most), "line bound"))
     return Chart(
@@ -54,7 +61,7 @@ def completion_times(runs: Sequence[PolicyRun]) -> Chart:
     low = max(math.log10(max(shortest_s, 1e-3)) - 0.05, top - _DECADES)
     marks, labels = _log_scale(low, top)
     for i, run in enumerate(runs):
-        marks.append(svg.polyline(_quantiles(run.jct_s, low, top), _line(i)))
+        marks.append(svg.polyline(_quantiles(run.jct_s, low, top), numbered_line(i)))
     marks.append(svg.polyline(_quantiles(runs[0].alone_s, low, top), "line bound"))
     return Chart(
         name="completion-times",
@@ -69,14 +76,10 @@ def completion_times(runs: Sequence[PolicyRun]) -> Chart:
     )
 
 
-def _line(index: int) -> str:
-    return f"line policy-{index % _STYLES}"
-
-
 def _legend(runs: Sequence[PolicyRun]) -> list[tuple[str, str]]:
-    names = [(_line(i), run.figures.policy) for i, run in enumerate(runs)]
+    names = [(numbered_line(i), run.figures.policy) for i, run in enumerate(runs)]
     return [
-        (svg.swatch([svg.line(0, 6, 28, 6, style)], 28), name)
+        (line_sample(style), name)
         for style, name in [*names, ("line bound", f"{BOUND}: every job alone, at once")]
     ]
 

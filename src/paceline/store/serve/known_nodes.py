@@ -158,7 +158,8 @@ class KnownNodes:
     def seek(self, shards: Iterable[int], *, at_once: bool = False) -> dict[int, str]:
         """Return the nodes that turn out to hold these shards, of which no holder was known.
 
-        Lost nodes are asked again: they may have been started since. Owners are asked for a byte of
+        Lost nodes are asked again: they may have been started since. So are the owners: a node may
+        have joined and taken the shard over, and they name it. Owners are also asked for a byte of
         the shard, so that those that do not hold it yet copy it before others.
 
         Args:
@@ -173,9 +174,11 @@ class KnownNodes:
                 if at_once or now_s - self._sought_s.get(shard, -math.inf) >= _RETRY_S
             ]
             self._sought_s.update(dict.fromkeys(due, now_s))
-            lost = [name for name in self._links if self._is_lost(name)] if due else []
-        for future in self._submit(self._ask, lost):
+            lost = {name for name in self._links if self._is_lost(name)} if due else set()
+            owners = {name for shard in due for name in self._members.owners(shard)}
+        for future in self._submit(self._ask, sorted(lost | owners)):
             future.result()
+        self.refresh()  # asks the nodes that these have named
         found = {}
         for shard in due:
             node = next(iter(self.holders(shard)), None) or self._ask_owners(shard)

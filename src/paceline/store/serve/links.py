@@ -184,11 +184,13 @@ class LocalNode:
     Args:
         name: of the node.
         shards: content of the shards that it holds.
+        peers: names of the nodes that its card names.
     """
 
-    def __init__(self, name: str, shards: dict[int, bytes]) -> None:
+    def __init__(self, name: str, shards: dict[int, bytes], peers: tuple[str, ...] = ()) -> None:
         self.name = name
         self.shards = shards
+        self.peers = peers
         self.is_down = False
 
 
@@ -203,7 +205,10 @@ class LocalNodeLink:
         """See `NodeLink`."""
         self._check(wait_s)
         held = tuple(sorted(self._node.shards))
-        return NodeCard(node=self.name, host=host_identity(), folder="", held=held)
+        node = self._node
+        return NodeCard(
+            node=self.name, host=host_identity(), folder="", held=held, peers=node.peers
+        )
 
     def fetch(
         self, plan: ExtentPlan, items: NDArray[np.int64], out: NDArray[np.uint8], wait_s: float

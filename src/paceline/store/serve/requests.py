@@ -18,7 +18,7 @@ import logging
 import threading
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import PacelineError
@@ -155,7 +155,7 @@ class RequestService:
 
     def _serve(self) -> None:
         while not self._stop.is_set():
-            taken: Any = self._requests.take(_TAKE_S)  # five numbers, or None
+            taken = self._requests.take(_TAKE_S)
             if taken is None:
                 continue
             request = RangeRequest(*taken)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -43,6 +44,7 @@ class ShardCopier:
     ) -> None:
         self.source_bytes = 0  # read so far, as is the next
         self.peer_bytes = 0
+        self._lock = threading.Lock()  # of these two: copies run beside each other
         self._pack = pack
         self._shards = shards
         self._link_to = link_to
@@ -79,7 +81,8 @@ class ShardCopier:
     def _pieces_of_source(self, stage: StageShard) -> Iterator[bytes]:
         with self._pack.index.shard_path(stage.shard).open("rb") as file:
             while piece := file.read(_PIECE_BYTES):
-                self.source_bytes += len(piece)
+                with self._lock:
+                    self.source_bytes += len(piece)
                 yield piece
 
     def _pieces_of_peer(self, stage: StageShard) -> Iterator[bytes]:
@@ -93,5 +96,6 @@ class ShardCopier:
                     why=f"shard {stage.shard}",
                     fix="It is copied from elsewhere",
                 )
-            self.peer_bytes += len(piece)
+            with self._lock:
+                self.peer_bytes += len(piece)
             yield piece.tobytes()

@@ -174,19 +174,37 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
     def _mean_loss(self, arguments: dict[str, Any], target: Any, samples: int) -> torch.Tensor:
         sizes = sizes_of(samples, self._microbatches)
         self._gradients.begin(samples)
+        totals = torch.zeros(2, dtype=torch.float64, device=self._device)  # losses, samples
+        share = self._sharing(totals)
         with torch.enable_grad():
             loss = self._runtime.run(self.schedule_of(len(sizes)), arguments, target, sizes)
-        totals = torch.zeros(2, dtype=torch.float64, device=self._device)
         if loss is not None:
             totals[0], totals[1] = loss.double() * samples, samples
+        share()
+        loss_sum, count = totals.tolist()
         if self._transfers is not None:
-            work = dist.all_reduce(totals, group=self.ranks.group, async_op=True)
-            self._transfers.wait_for_all(work, "the loss of all ranks")
-            loss_sum, count = totals.tolist()
             self._gradients.finish(int(count), self._transfers.wait_for_all)
-        else:
-            loss_sum, count = totals.tolist()
         return torch.tensor(loss_sum / count, device=self._device)
+
+    def _sharing(self, totals: torch.Tensor) -> Callable[[], None]:
+        """Return what makes the ranks' totals their sum on all ranks, after a batch.
+
+        The last stage has its loss before others end their backward passes: without replicas, it
+        sends it and goes on.
+        """
+        transfers = self._transfers
+        if transfers is None:
+            return lambda: None
+        what = "the loss of all ranks"
+        if self.mesh.replicas == 1:
+            peers = self.mesh.pipeline
+            return transfers.share(totals, peers[self.mesh.rank_of[-1]], peers, what)
+
+        def reduce() -> None:
+            work = dist.all_reduce(totals, group=self.ranks.group, async_op=True)
+            transfers.wait_for_all(work, what)
+
+        return reduce
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[None]:

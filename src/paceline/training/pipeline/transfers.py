@@ -28,7 +28,7 @@ from paceline.core.errors import DeadlineExceeded, RankLost, UsageError, first_l
 from paceline.training.engine.ranks import new_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 _MOST_TENSORS = 32  # of one value
 _KINDS = ("length", "description", "tensor", "agreement")
@@ -175,6 +175,10 @@ class Tags:
         return (number * 2 + is_gradient) * len(_KINDS) + _KINDS.index(kind)
 
 
+def _agreement_tag(number: int) -> int:
+    return number * len(_KINDS) + _KINDS.index("agreement")
+
+
 class Transfers:
     """Sends and receives tensors for one rank of a group.
 
@@ -240,7 +244,7 @@ class Transfers:
         Raises:
             DeadlineExceeded, RankLost: as for `wait`.
         """
-        up, down = (n * len(_KINDS) + _KINDS.index("agreement") for n in (0, 1))
+        up, down = _agreement_tag(0), _agreement_tag(1)
         every = torch.zeros(len(peers), len(own), dtype=torch.int64)
         first = peers[0]
         if self._rank != first:
@@ -260,6 +264,34 @@ class Transfers:
                 self.wait(work, peer, what)
         numbers: list[list[int]] = every.tolist()
         return numbers
+
+    def share(
+        self, values: torch.Tensor, root: int, peers: Sequence[int], what: str
+    ) -> Callable[[], None]:
+        """Begin to give all ranks of a pipeline what one of them will have; return what ends it.
+
+        The others receive from now on, so that the root need not wait for them at the end.
+
+        Args:
+            values: of the root, once the end is called there; the others have them afterwards.
+            root: the rank that has them.
+            peers: the ranks of the pipeline.
+            what: they are.
+
+        Raises:
+            DeadlineExceeded, RankLost: as for `wait`; also at the end.
+        """
+        tag = _agreement_tag(2)
+        if self._rank != root:
+            work = self.receive(values, root, tag, what)
+            return lambda: self.wait(work, root, what)
+
+        def send() -> None:
+            others = [peer for peer in peers if peer != root]
+            for peer, work in [(peer, self.send(values, peer, tag, what)) for peer in others]:
+                self.wait(work, peer, what)
+
+        return send
 
     @contextlib.contextmanager
     def _naming(self, peer: int | None, what: str) -> Iterator[None]:
