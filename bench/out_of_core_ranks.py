@@ -99,7 +99,7 @@ def main():
     if out_of_core is not None:
         result["out_of_core"] = out_of_core.to_json()
     print(json.dumps(result), flush=True)
-    os._exit(0)  # libraries need no teardown here; torch's has aborted a rank that had done its work
+    os._exit(0)  # no teardown: torch's has aborted a rank that had done its work
 
 
 main()
