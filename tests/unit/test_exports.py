@@ -110,7 +110,7 @@ EXPORTS = {
     "launch": [],
     "launch.startup": [],
     "launch.rendezvous": [],
-    "perf": ["divide", "estimate"],
+    "perf": ["choose_buckets", "divide", "estimate"],
     "probe": [],
     "report": [],
     "report.advice": [],
