@@ -530,8 +530,10 @@ def fails():
         prepared.model.staged.stages[0].module.register_forward_hook(fail)
     try:
         prepared.forward_backward(inputs, target)
-    except (ValueError, PacelineError) as problem:
-        first = type(problem).__name__
+    except ValueError as problem:
+        first = str(problem)
+    except PacelineError as problem:
+        first = f"{problem.what}: {problem.why}"
     return [first, said(lambda: prepared.forward_backward(inputs, target))]
 
 
