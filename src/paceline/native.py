@@ -58,6 +58,7 @@ SharedWords = _native.SharedWords
 SortedPlan = _native.SortedPlan
 SortedReader = _native.SortedReader
 TensorPool = _native.TensorPool
+TlsContext = _native.TlsContext
 accumulate_and_select = _native.accumulate_and_select
 acquire_buffer = _native.acquire_buffer
 codec_available = _native.codec_available
@@ -655,6 +656,11 @@ _PEER_ERRORS: dict[str, tuple[type[PacelineError], str, str]] = {
         "a node of the store serves another pack",
         "Give the index of the pack that the node serves",
     ),
+    "tls": (
+        UsageError,
+        "a node of the store and this process cannot agree on TLS",
+        "Give all nodes and readers the same token, and TLS to all or none",
+    ),
     "protocol": (
         RankLost,
         "a node of the store cannot be understood",
@@ -673,6 +679,25 @@ def peer_error(kind: str, why: str, node: str) -> PacelineError:
     """
     error_class, what, fix = _PEER_ERRORS[kind]
     return error_class(what, where=node, why=why, fix=fix)
+
+
+def tls_context(token: bytes) -> TlsContext:
+    """Return what encrypts connections between nodes and clients with one token.
+
+    Args:
+        token: its digest.
+
+    Raises:
+        Missing: there is no OpenSSL that can do it.
+    """
+    try:
+        return TlsContext(token)
+    except RuntimeError as problem:
+        raise Missing(
+            "nodes cannot use TLS here",
+            why=str(problem),
+            fix="Install OpenSSL 1.1.1 or 3 (Debian: libssl3), or leave TLS out",
+        ) from None
 
 
 class PeerStats(NamedTuple):

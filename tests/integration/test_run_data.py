@@ -78,10 +78,12 @@ def run_on(hosts, folder, *words, env=None):
     ]
 
 
-@pytest.mark.parametrize("name", ["pack", "compressed"])
-def test_programs_on_two_hosts_see_the_whole_tree_wherever_files_lie(data, tmp_path, name):
+@pytest.mark.parametrize(("name", "tls"), [("pack", False), ("compressed", True)])
+def test_programs_on_two_hosts_see_the_whole_tree_wherever_files_lie(data, tmp_path, name, tls):
     require_networks()
-    words = ("--data", f"{data / name}:/mnt/x", "/bin/sh", "-c", COMPARE, "sh")
+    (tmp_path / "token").write_text("correct horse battery staple\n")
+    encryption = ("--data-tls", "--data-token-file", tmp_path / "token") if tls else ()
+    words = (*encryption, "--data", f"{data / name}:/mnt/x", "/bin/sh", "-c", COMPARE, "sh")
     with network(2) as hosts:
         tasks = run_on(hosts, tmp_path, *words, "/mnt/x", data / "plain")
         done = [task.wait() for task in tasks]

@@ -17,6 +17,7 @@ killed is named on stderr and started again; meanwhile, programs read from the s
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import logging
 import os
@@ -36,7 +37,7 @@ from paceline.core.errors import (
     UsageError,
     storage_errors,
 )
-from paceline.core.files import commit_bytes
+from paceline.core.files import commit_bytes, read_text
 from paceline.core.processes import signal_name
 from paceline.launch.rendezvous.addresses import open_data_listener
 from paceline.launch.rendezvous.messages import DataOffer, DataStart
@@ -108,6 +109,9 @@ class DataServers:
             token = os.urandom(16).hex()
             servers = tuple((f"127.0.0.1:{offer.port}",) for offer in self.offers)
             start = DataStart(servers=servers, number=0, offers=self.offers, token=token)
+        token_file = self._job.resolved.config.data_token_file
+        if start is not None and token_file:
+            start = dataclasses.replace(start, token=read_text(Path(token_file)).strip())
         if start is None or len(start.servers) != len(self._job.data):
             raise UsageError(
                 "no server on this node has the data of this run",
@@ -125,7 +129,8 @@ class DataServers:
     def variables(self) -> dict[str, str]:
         """By which Python programs of the run find the packs."""
         assert self._start is not None, "read after start"
-        start, replicas = self._start, self._job.resolved.config.data_replicas
+        start, config = self._start, self._job.resolved.config
+        replicas, tls = config.data_replicas, config.data_tls
         return data_variables(
             [
                 ServedPack(
@@ -134,6 +139,7 @@ class DataServers:
                     nodes=servers,
                     replicas=replicas,
                     token=start.token,
+                    tls=tls,
                 )
                 for data, offer, servers in zip(
                     self._job.data, start.offers, start.servers, strict=True
@@ -217,6 +223,7 @@ class _PackServer:
             is_temporary=self._is_temporary,
             replicas=self._config.data_replicas,
             token=token,
+            tls=self._config.data_tls,
             source_bytes_per_s=self._config.data_source_rate,
         )
         assert self._process.stdin is not None

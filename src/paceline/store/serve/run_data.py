@@ -54,6 +54,7 @@ class ServedPack:
         nodes: addresses of all nodes.
         replicas: copies of each shard.
         token: of the nodes.
+        tls: whether what they send is encrypted.
     """
 
     place: str
@@ -61,6 +62,7 @@ class ServedPack:
     nodes: tuple[str, ...]
     replicas: int
     token: str
+    tls: bool
 
 
 def parse_data(specs: Iterable[str], mounts: Sequence[PackMount]) -> tuple[RunData, ...]:

@@ -60,6 +60,7 @@ class ServerSpec:
         is_temporary: whether it is to be removed in the end.
         replicas: copies of each shard.
         token: of all nodes.
+        tls: whether what they send is encrypted.
         source_bytes_per_s: limit for reading from the source; 0: none.
     """
 
@@ -73,6 +74,7 @@ class ServerSpec:
     is_temporary: bool
     replicas: int
     token: str
+    tls: bool
     source_bytes_per_s: float
 
     def to_line(self) -> bytes:
@@ -186,6 +188,7 @@ def _serve(spec: ServerSpec, requests: RangeRequests, stop: int) -> ServerReport
         local=Path(spec.local),
         replicas=spec.replicas,
         token=spec.token,
+        tls=spec.tls,
         source_bytes_per_s=spec.source_bytes_per_s,
     )
     with SharingNode(spec.pack, options, requests) as node:
