@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -698,6 +699,32 @@ def tls_context(token: bytes) -> TlsContext:
             why=str(problem),
             fix="Install OpenSSL 1.1.1 or 3 (Debian: libssl3), or leave TLS out",
         ) from None
+
+
+class ServedCount(IntEnum):
+    """What programs and the servers of a node count in the memory of requests.
+
+    The meaning of each stands in range_requests.hpp, in this order.
+    """
+
+    LOCAL_READS = 0
+    LOCAL_BYTES = 1
+    REMOTE_READS = 2
+    PEER_BYTES = 3
+    REQUEST_SOURCE_BYTES = 4
+    PROGRAM_SOURCE_BYTES = 5
+    READ_NS = 6
+    STAGED_SOURCE_BYTES = 7
+    STAGED_PEER_BYTES = 8
+    SENT_BYTES = 9
+    PEAK_QUEUE = 10
+    PEAK_COPIES = 11
+    SERVER_STARTS = 12
+
+
+def served_counts(requests: RangeRequests) -> dict[ServedCount, int]:
+    """Return what was counted in a memory of requests so far."""
+    return dict(zip(ServedCount, requests.counts(), strict=True))
 
 
 class PeerStats(NamedTuple):

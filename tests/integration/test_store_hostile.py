@@ -231,7 +231,9 @@ def attack(server, count):
                 send_hostile(connection, with_token(random))
                 drain(connection)
             else:
-                send_hostile(connection, without_token(random, server, overheard or b"\x17\x03\x03"))
+                send_hostile(
+                    connection, without_token(random, server, overheard or b"\x17\x03\x03")
+                )
                 got = drain(connection)
                 assert len(got) <= MOST_UNPROVED_BYTES
                 assert b"node" not in got
@@ -239,7 +241,9 @@ def attack(server, count):
             assert server.memory_bytes() - base_bytes < MOST_GROWTH_BYTES
     assert server.process.poll() is None
     assert server.memory_bytes() - base_bytes < MOST_GROWTH_BYTES
-    await_true(lambda: server.descriptor_count() <= base_descriptors + 1, "the end of hostile connections")
+    await_true(
+        lambda: server.descriptor_count() <= base_descriptors + 1, "the end of hostile connections"
+    )
     # A good client is served as before, and hears of the others (figures are brought up to date by beats).
     await_true(
         lambda: server.card().load.refused_connections > count // 4, "the count of what was refused"

@@ -45,9 +45,7 @@ def test_nodes_stage_from_each_other_and_are_read_over_tls(pack, tmp_path):
         StoreNode(pack.path, options(local=tmp_path / "a", replicas=2)) as first,
         StoreNode(
             pack.path,
-            options(
-                local=tmp_path / "b", replicas=2, peers=(NodeAddress.parse(first.name),)
-            ),
+            options(local=tmp_path / "b", replicas=2, peers=(NodeAddress.parse(first.name),)),
         ) as second,
     ):
         first.join([second.name])

@@ -106,7 +106,9 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
     "goes with the run].",
 )
 @click.option("--data-replicas", type=int, help="Copies of each part, on other nodes [default: 1].")
-@click.option("--data-tls/--no-data-tls", default=None, help="Encrypt it between nodes [default: no].")
+@click.option(
+    "--data-tls/--no-data-tls", default=None, help="Encrypt it between nodes [default: no]."
+)
 @click.option(
     "--data-token-file",
     metavar="FILE",

@@ -41,7 +41,8 @@ from paceline.core.files import commit_bytes, read_text
 from paceline.core.processes import signal_name
 from paceline.launch.rendezvous.addresses import open_data_listener
 from paceline.launch.rendezvous.messages import DataOffer, DataStart
-from paceline.native import RangeRequests
+from paceline.native import RangeRequests, ServedCount, served_counts
+from paceline.runs.data_report import DATA_FOLDER, DataReport
 from paceline.store.posix.mounts import PackMount
 from paceline.store.serve.requests import ServerState
 from paceline.store.serve.run_data import ServedPack
@@ -59,7 +60,6 @@ _START_S = 60.0  # for a server to open its index and listen
 _END_S = 10.0  # for a server to end
 _PREFIX = "paceline-data-"
 _LOCK = "lock"
-DATA_FOLDER = "data"  # of the run: what each server did
 
 
 class DataServers:
@@ -140,6 +140,7 @@ class DataServers:
                     replicas=replicas,
                     token=start.token,
                     tls=tls,
+                    requests=offer.requests,
                 )
                 for data, offer, servers in zip(
                     self._job.data, start.offers, start.servers, strict=True
@@ -234,7 +235,7 @@ class _PackServer:
     def _watch(self) -> None:
         """Wait for the end of the process; name one that nobody asked to end."""
         assert self._process.stdout is not None
-        said = self._process.stdout.read()
+        self._process.stdout.read()
         code = self._process.wait()
         self._requests.set_state(ServerState.ENDED)
         if not self._ending.is_set():
@@ -246,12 +247,39 @@ class _PackServer:
                 self._data.place,
                 how,
             )
-        elif said:
-            try:
-                self._report.parent.mkdir(parents=True, exist_ok=True)
-                commit_bytes(self._report, said)
-            except (OSError, StorageError) as problem:  # the run itself is as it was
-                _LOG.warning("no report of a data server: %s", problem)
+
+    def _write_report(self) -> None:
+        """Write what was counted, also by servers that were killed."""
+        try:
+            self._report.parent.mkdir(parents=True, exist_ok=True)
+            commit_bytes(self._report, self._sum_up().to_text().encode())
+        except (OSError, StorageError) as problem:  # the run itself is as it was
+            _LOG.warning("no report of a data server: %s", problem)
+
+    def _sum_up(self) -> DataReport:
+        counts = served_counts(self._requests)
+        for_programs = (
+            counts[ServedCount.REQUEST_SOURCE_BYTES] + counts[ServedCount.PROGRAM_SOURCE_BYTES]
+        )
+        shards = range(self._data.shard_count)
+        return DataReport(
+            node=self._name,
+            pack=self._data.place,
+            source_bytes=counts[ServedCount.STAGED_SOURCE_BYTES] + for_programs,
+            peer_bytes=counts[ServedCount.PEER_BYTES],
+            sent_bytes=counts[ServedCount.SENT_BYTES],
+            local_reads=counts[ServedCount.LOCAL_READS],
+            local_bytes=counts[ServedCount.LOCAL_BYTES],
+            remote_reads=counts[ServedCount.REMOTE_READS],
+            program_source_bytes=for_programs,
+            copied_bytes=counts[ServedCount.STAGED_PEER_BYTES],
+            read_s=counts[ServedCount.READ_NS] / 1e9,
+            shard_count=len(shards),
+            held_shards=sum(self._requests.is_held(shard) for shard in shards),
+            peak_queue=counts[ServedCount.PEAK_QUEUE],
+            peak_copies=counts[ServedCount.PEAK_COPIES],
+            server_starts=counts[ServedCount.SERVER_STARTS],
+        )
 
     def _end(self) -> None:
         self._ending.set()
@@ -264,6 +292,8 @@ class _PackServer:
             self._watcher.join()
         assert self._process.stdout is not None
         self._process.stdout.close()
+        if self._name:
+            self._write_report()
 
 
 def _await_serving(data: RunData, offer: DataOffer) -> None:

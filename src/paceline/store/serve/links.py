@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SHORTEST_TOKEN = 16  # characters: who took part in a handshake may try tokens for as long as there is time
+# Characters: who took part in a handshake may try tokens for as long as there is time.
+_SHORTEST_TOKEN = 16
 
 # What became of an extent (RangeOutcome, peer_link.hpp).
 MISSING, GOOD, DAMAGED, NOT_HELD = range(4)

@@ -166,7 +166,12 @@ class StoreNode:
             at_once=_AT_ONCE,
         )
         self.copier = ShardCopier(
-            self.pack, self.shards, self._links.__getitem__, options.wait_s, _AT_ONCE
+            self.pack,
+            self.shards,
+            self._links.__getitem__,
+            options.wait_s,
+            _AT_ONCE,
+            self._on_copied,
         )
         self._missed = self._failed_copies = 0
         self._turn = 0  # which peer to ask next
@@ -268,6 +273,9 @@ class StoreNode:
         now_s = self._clock.now_s()
         for stage in self.staging.start(self.members.placement, now_s):
             self.copier.start(stage)
+
+    def _on_copied(self, count: int, from_source: bool) -> None:  # noqa: FBT001  # of a callback
+        """Take note of bytes that a copy has brought; from any thread."""
 
     def _due_peers(self) -> list[str]:
         """Return the peers to ask now: those that may be there or not, and some others in turn."""

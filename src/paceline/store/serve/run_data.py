@@ -55,6 +55,7 @@ class ServedPack:
         replicas: copies of each shard.
         token: of the nodes.
         tls: whether what they send is encrypted.
+        requests: path of the memory in which this node's server counts what it does.
     """
 
     place: str
@@ -63,6 +64,7 @@ class ServedPack:
     replicas: int
     token: str
     tls: bool
+    requests: str
 
 
 def parse_data(specs: Iterable[str], mounts: Sequence[PackMount]) -> tuple[RunData, ...]:
