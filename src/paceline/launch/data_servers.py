@@ -17,6 +17,7 @@ killed is named on stderr and started again; meanwhile, programs read from the s
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import logging
 import os
@@ -36,11 +37,12 @@ from paceline.core.errors import (
     UsageError,
     storage_errors,
 )
-from paceline.core.files import commit_bytes
+from paceline.core.files import commit_bytes, read_text
 from paceline.core.processes import signal_name
 from paceline.launch.rendezvous.addresses import open_data_listener
 from paceline.launch.rendezvous.messages import DataOffer, DataStart
-from paceline.native import RangeRequests
+from paceline.native import RangeRequests, ServedCount, served_counts
+from paceline.runs.data_report import DATA_FOLDER, DataReport
 from paceline.store.posix.mounts import PackMount
 from paceline.store.serve.requests import ServerState
 from paceline.store.serve.run_data import ServedPack
@@ -58,7 +60,6 @@ _START_S = 60.0  # for a server to open its index and listen
 _END_S = 10.0  # for a server to end
 _PREFIX = "paceline-data-"
 _LOCK = "lock"
-DATA_FOLDER = "data"  # of the run: what each server did
 
 
 class DataServers:
@@ -108,6 +109,9 @@ class DataServers:
             token = os.urandom(16).hex()
             servers = tuple((f"127.0.0.1:{offer.port}",) for offer in self.offers)
             start = DataStart(servers=servers, number=0, offers=self.offers, token=token)
+        token_file = self._job.resolved.config.data_token_file
+        if start is not None and token_file:
+            start = dataclasses.replace(start, token=read_text(Path(token_file)).strip())
         if start is None or len(start.servers) != len(self._job.data):
             raise UsageError(
                 "no server on this node has the data of this run",
@@ -125,7 +129,8 @@ class DataServers:
     def variables(self) -> dict[str, str]:
         """By which Python programs of the run find the packs."""
         assert self._start is not None, "read after start"
-        start, replicas = self._start, self._job.resolved.config.data_replicas
+        start, config = self._start, self._job.resolved.config
+        replicas, tls = config.data_replicas, config.data_tls
         return data_variables(
             [
                 ServedPack(
@@ -134,6 +139,8 @@ class DataServers:
                     nodes=servers,
                     replicas=replicas,
                     token=start.token,
+                    tls=tls,
+                    requests=offer.requests,
                 )
                 for data, offer, servers in zip(
                     self._job.data, start.offers, start.servers, strict=True
@@ -217,6 +224,7 @@ class _PackServer:
             is_temporary=self._is_temporary,
             replicas=self._config.data_replicas,
             token=token,
+            tls=self._config.data_tls,
             source_bytes_per_s=self._config.data_source_rate,
         )
         assert self._process.stdin is not None
@@ -227,7 +235,7 @@ class _PackServer:
     def _watch(self) -> None:
         """Wait for the end of the process; name one that nobody asked to end."""
         assert self._process.stdout is not None
-        said = self._process.stdout.read()
+        self._process.stdout.read()
         code = self._process.wait()
         self._requests.set_state(ServerState.ENDED)
         if not self._ending.is_set():
@@ -239,12 +247,39 @@ class _PackServer:
                 self._data.place,
                 how,
             )
-        elif said:
-            try:
-                self._report.parent.mkdir(parents=True, exist_ok=True)
-                commit_bytes(self._report, said)
-            except (OSError, StorageError) as problem:  # the run itself is as it was
-                _LOG.warning("no report of a data server: %s", problem)
+
+    def _write_report(self) -> None:
+        """Write what was counted, also by servers that were killed."""
+        try:
+            self._report.parent.mkdir(parents=True, exist_ok=True)
+            commit_bytes(self._report, self._sum_up().to_text().encode())
+        except (OSError, StorageError) as problem:  # the run itself is as it was
+            _LOG.warning("no report of a data server: %s", problem)
+
+    def _sum_up(self) -> DataReport:
+        counts = served_counts(self._requests)
+        for_programs = (
+            counts[ServedCount.REQUEST_SOURCE_BYTES] + counts[ServedCount.PROGRAM_SOURCE_BYTES]
+        )
+        shards = range(self._data.shard_count)
+        return DataReport(
+            node=self._name,
+            pack=self._data.place,
+            source_bytes=counts[ServedCount.STAGED_SOURCE_BYTES] + for_programs,
+            peer_bytes=counts[ServedCount.PEER_BYTES],
+            sent_bytes=counts[ServedCount.SENT_BYTES],
+            local_reads=counts[ServedCount.LOCAL_READS],
+            local_bytes=counts[ServedCount.LOCAL_BYTES],
+            remote_reads=counts[ServedCount.REMOTE_READS],
+            program_source_bytes=for_programs,
+            copied_bytes=counts[ServedCount.STAGED_PEER_BYTES],
+            read_s=counts[ServedCount.READ_NS] / 1e9,
+            shard_count=len(shards),
+            held_shards=sum(self._requests.is_held(shard) for shard in shards),
+            peak_queue=counts[ServedCount.PEAK_QUEUE],
+            peak_copies=counts[ServedCount.PEAK_COPIES],
+            server_starts=counts[ServedCount.SERVER_STARTS],
+        )
 
     def _end(self) -> None:
         self._ending.set()
@@ -257,6 +292,8 @@ class _PackServer:
             self._watcher.join()
         assert self._process.stdout is not None
         self._process.stdout.close()
+        if self._name:
+            self._write_report()
 
 
 def _await_serving(data: RunData, offer: DataOffer) -> None:

@@ -52,6 +52,10 @@ class RunConfig(Configuration):
         data_folder: on local storage of each node, where its shards are kept for the next run;
             empty: they go with the run, from the folder for temporary files.
         data_replicas: copies of each shard, on different nodes.
+        data_tls: whether what servers of packs send to other nodes is encrypted, with a key that
+            follows from their token.
+        data_token_file: with the token, the same for all launchers; empty: one is made, and travels
+            with the rendezvous, which is not encrypted.
         data_source_rate: most bytes per second that a node copies from a pack; 0: no limit.
         tag_output: whether each line that a rank prints carries its rank.
         nnodes: number of nodes, each with a launcher of its own and `ranks` ranks.
@@ -82,6 +86,8 @@ class RunConfig(Configuration):
     data: tuple[str, ...] = ()
     data_folder: str = ""
     data_replicas: int = 1
+    data_tls: bool = False
+    data_token_file: str = ""
     data_source_rate: float = 0.0
     tag_output: bool = False
     nnodes: int = 1
