@@ -17,7 +17,6 @@ killed is named on stderr and started again; meanwhile, programs read from the s
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import shutil
@@ -38,6 +37,7 @@ from paceline.core.errors import (
 )
 from paceline.core.files import commit_bytes
 from paceline.core.processes import signal_name
+from paceline.launch.local_folders import leftovers, lock_folder, make_locked
 from paceline.launch.rendezvous.addresses import open_data_listener
 from paceline.launch.rendezvous.messages import DataOffer, DataStart
 from paceline.native import RangeRequests
@@ -57,7 +57,6 @@ _SLOTS, _SLOT_BYTES = 64, 1 << 20  # requests of a node at a time, and their lon
 _START_S = 60.0  # for a server to open its index and listen
 _END_S = 10.0  # for a server to end
 _PREFIX = "paceline-data-"
-_LOCK = "lock"
 DATA_FOLDER = "data"  # of the run: what each server did
 
 
@@ -295,16 +294,13 @@ def _claim_local(data: RunData, config: RunConfig) -> tuple[Path, int, bool]:
         "no local storage for data", where=parent, fix="Give another folder: --data-folder"
     ):
         if not config.data_folder:
-            _remove_leftovers(parent)
-            while True:  # another launcher may take a folder without a lock for a leftover
-                folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-                lock = _locked(folder)
-                if lock is not None and os.fstat(lock).st_nlink:
-                    break
+            for leftover in leftovers(parent, _PREFIX):
+                shutil.rmtree(leftover, ignore_errors=True)
+            folder, lock = make_locked(parent, _PREFIX)
         else:
             folder = parent / f"{Path(data.place).name}-{data.identity[:12]}"
             folder.mkdir(parents=True, exist_ok=True)
-            lock = _locked(folder)
+            lock = lock_folder(folder)
     if lock is None:
         raise UsageError(
             "another data server uses this node's folder",
@@ -313,26 +309,3 @@ def _claim_local(data: RunData, config: RunConfig) -> tuple[Path, int, bool]:
             fix="Give each node storage of its own: --data-folder",
         )
     return folder.absolute(), lock, not config.data_folder
-
-
-def _remove_leftovers(parent: Path) -> None:
-    """Remove what runs left of which nothing was alive to remove it."""
-    for folder in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            if folder.stat().st_uid != os.getuid() or not (folder / _LOCK).exists():
-                continue
-            lock = _locked(folder)
-            if lock is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-                os.close(lock)
-
-
-def _locked(folder: Path) -> int | None:
-    """Return the lock of a folder, as a descriptor; None: another process has it."""
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        return None
-    return lock
