@@ -143,8 +143,7 @@ def test_what_a_kill_of_everything_left_is_drained_by_the_next_run(tmp_path):
     options = ("run", "--no-record", "--output", f"{target}:{POINT}")
     with Launched(tmp_path, *options, "--out", "A", *words) as task:
         await_true((tmp_path / "started").exists, "the program to write")
-        for pid in task.running():
-            os.kill(pid, signal.SIGKILL)
+        task.kill()
         task.process.communicate(timeout=60)
         await_true(lambda: not task.running(), "all processes to end")
         assert len(list(task.temporary.glob("paceline-output-*"))) == 1
@@ -164,7 +163,8 @@ def test_what_cannot_be_drained_is_an_error_that_names_the_file_and_keeps_it(tmp
     env = {"PACELINE_RUN__OUTPUT_END_S": "1"}
     done = run(tmp_path, target, "/bin/sh", "-c", script, "sh", POINT, target, env=env)
     assert done.code == 1
-    assert f"a file that the run wrote could not be drained ({target}/lost)" in done.err
+    assert "a file that the run wrote could not be drained" in done.err
+    assert f"where: {target}/lost" in done.err
     (kept,) = done.temporary.glob("paceline-output-*")
     assert (kept / "tree" / "lost").read_text() == "x\n"
     assert (target / "fine").read_text() == "fine\n"

@@ -295,7 +295,8 @@ def _claim_local(data: RunData, config: RunConfig) -> tuple[Path, int, bool]:
     ):
         if not config.data_folder:
             for leftover in leftovers(parent, _PREFIX):
-                shutil.rmtree(leftover, ignore_errors=True)
+                with leftover as left:
+                    shutil.rmtree(left, ignore_errors=True)
             folder, lock = make_locked(parent, _PREFIX)
         else:
             folder = parent / f"{Path(data.place).name}-{data.identity[:12]}"

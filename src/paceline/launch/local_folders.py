@@ -28,18 +28,23 @@ def make_locked(parent: Path, prefix: str) -> tuple[Path, int]:
             return folder, lock
 
 
-def leftovers(parent: Path, prefix: str) -> Iterator[Path]:
-    """Yield the folders of this user that nobody uses any more, each locked while it is yielded."""
+def leftovers(parent: Path, prefix: str) -> Iterator[contextlib.AbstractContextManager[Path]]:
+    """Yield the folders of this user that nobody uses, each locked until its context ends."""
     for folder in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             if folder.stat().st_uid != os.getuid() or not (folder / _LOCK).exists():
                 continue
             lock = lock_folder(folder)
             if lock is not None:
-                try:
-                    yield folder
-                finally:
-                    os.close(lock)
+                yield _locked(folder, lock)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, lock: int) -> Iterator[Path]:
+    try:
+        yield folder
+    finally:
+        os.close(lock)
 
 
 def lock_folder(folder: Path) -> int | None:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Self
 
 from paceline.core.config import environment
 from paceline.core.errors import DeadlineExceeded, RankLost, StorageError, storage_errors
-from paceline.launch.local_folders import make_locked
-from paceline.store.serve.drain import ROOM, DrainRoom, drain_error
+from paceline.launch.local_folders import leftovers, make_locked
+from paceline.store.serve.drain import ROOM, TARGET, DrainRoom, drain_error
 from paceline.store.serve.output_server import READY, OutputReport, OutputSpec
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class _OutputServer:
                 stack.callback(os.close, lock)
                 stack.callback(self._remove)
                 self._is_kept = False
+                (self.folder / TARGET).write_text(output.target)
                 DrainRoom(self.folder / ROOM, config.output_limit_bytes, config.output_wait_s)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "paceline.store.serve.output_server"],
@@ -90,7 +91,9 @@ class _OutputServer:
                 env={**environment(), "OPENBLAS_NUM_THREADS": "1"},  # it forks
             )
             stack.callback(self._end)
-            self._start(config.output_end_s)
+            with contextlib.ExitStack() as locks:  # of what runs left that were killed
+                left = [locks.enter_context(folder) for folder in leftovers(parent, PREFIX)]
+                self._start(config.output_end_s, tuple(map(str, left)))
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -119,10 +122,12 @@ class _OutputServer:
         self._is_kept = True
         return drain_error(self.output.target, str(self.folder), report.problems)
 
-    def _start(self, end_s: float) -> None:
+    def _start(self, end_s: float, left: tuple[str, ...]) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        spec = OutputSpec(target=self.output.target, folder=str(self.folder), end_s=end_s)
+        spec = OutputSpec(
+            target=self.output.target, folder=str(self.folder), end_s=end_s, leftovers=left
+        )
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(spec.to_line())
             self._process.stdin.flush()

@@ -19,6 +19,7 @@ goes on with the next step, and at the end one step more says whether anything i
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import mmap
 import os
@@ -33,11 +34,11 @@ import numpy as np
 from paceline.core.errors import StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 _LOG = logging.getLogger(__name__)
 HIDDEN = ".paceline-"  # of native/posix/outputs.c
-TREE, ROOM = "tree", "room"
+TREE, ROOM, TARGET = "tree", "room", "target"  # TARGET: text, the path of the target
 _PIECE_BYTES = 8 << 20
 
 
@@ -103,7 +104,7 @@ class Drain:
         folder: with the tree and the room.
         target: folder of the shared file system.
         room: of the folder.
-        is_ended: asked between pieces of a file; true ends the copying.
+        keeps_later: whether a file of the target that is later than that of the tree stays.
     """
 
     def __init__(
@@ -111,14 +112,15 @@ class Drain:
         folder: Path,
         target: Path,
         room: DrainRoom,
-        is_ended: Callable[[], bool] = lambda: False,
+        *,
+        keeps_later: bool = False,
     ) -> None:
         self.counts = DrainCounts()
         self.problems: dict[str, OSError] = {}  # by path: why it is not drained
         self._tree = folder / TREE
         self._target = target
         self._room = room
-        self._is_ended = is_ended
+        self._keeps_later = keeps_later
         self._drained: dict[str, FileState] = {}
         self._folders: set[str] = set()
 
@@ -212,7 +214,8 @@ class Drain:
             found = (self._target / name).lstat()
         except OSError:
             return False
-        if (found.st_size, found.st_mtime_ns) != (state.size, state.mtime_ns):
+        is_later = self._keeps_later and found.st_mtime_ns > state.mtime_ns
+        if not is_later and (found.st_size, found.st_mtime_ns) != (state.size, state.mtime_ns):
             return False
         self._drained[name] = state
         return True
@@ -249,8 +252,7 @@ class Drain:
             try:
                 with (self._tree / name).open("rb", buffering=0) as file:
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    if not self._write(file.fileno(), partial, state):
-                        return False
+                    self._write(file.fileno(), partial, state)
                 if FileState.of((self._tree / name).lstat()) == state:
                     partial.replace(target)
                     _sync(target.parent)
@@ -266,18 +268,15 @@ class Drain:
             return True
         return False
 
-    def _write(self, source: int, partial: Path, state: FileState) -> bool:
-        """Write a copy and sync it; return whether it was copied to its end."""
+    def _write(self, source: int, partial: Path, state: FileState) -> None:
+        """Write a copy and sync it."""
         with partial.open("wb", buffering=0) as copy:
             done = 0
             while count := os.sendfile(copy.fileno(), source, done, _PIECE_BYTES):
                 done += count
-                if self._is_ended():
-                    return False
             os.fchmod(copy.fileno(), state.mode)
             os.utime(copy.fileno(), ns=(state.mtime_ns, state.mtime_ns))
             os.fsync(copy.fileno())
-        return True
 
     def _remove(self, folders: set[str], files: dict[str, FileState]) -> None:
         """Remove from the target what programs removed, once all that is new is there."""
@@ -353,8 +352,6 @@ def _walk(top: Path, *, hidden: bool = False) -> Iterator[tuple[str, os.DirEntry
 
 
 def _remove_unlocked(path: Path) -> None:
-    import fcntl
-
     with suppress(OSError):
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:

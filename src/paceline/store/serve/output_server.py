@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import select
+import shutil
 import signal
 import sys
 import time
@@ -27,7 +28,7 @@ from typing import Any, Self
 
 from paceline.core.processes import die_with_parent, signal_name
 from paceline.core.record import Record
-from paceline.store.serve.drain import ROOM, Drain, DrainRoom
+from paceline.store.serve.drain import ROOM, TARGET, Drain, DrainRoom
 
 _STEP_S = 0.1  # between two looks at what is new
 _STALE_S = 2.0  # between two looks for what killed writers left
@@ -49,11 +50,13 @@ class OutputSpec:
         target: folder of the shared file system.
         folder: on local storage, with the room.
         end_s: at the end, the longest time without progress.
+        leftovers: folders of runs that were killed, each with a lock of the launcher's.
     """
 
     target: str
     folder: str
     end_s: float
+    leftovers: tuple[str, ...] = ()
 
     def to_line(self) -> bytes:
         """Return it as it travels."""
@@ -63,7 +66,7 @@ class OutputSpec:
     def from_line(cls, line: bytes) -> Self:
         """Return what `to_line` wrote."""
         fields: dict[str, Any] = json.loads(line)
-        return cls(**fields)
+        return cls(**{**fields, "leftovers": tuple(fields["leftovers"])})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,6 +144,8 @@ def _fork(spec: OutputSpec) -> int:
 def _serve(spec: OutputSpec) -> int:
     folder = Path(spec.folder)
     drain = Drain(folder, Path(spec.target), DrainRoom(folder / ROOM))
+    for leftover in spec.leftovers:
+        _salvage(Path(leftover))
     drain.begin()
     _say(READY)
     stale_s = time.monotonic() + _STALE_S
@@ -161,6 +166,22 @@ def _serve(spec: OutputSpec) -> int:
     )
     _say(json.dumps(report.to_json()))
     return 0
+
+
+def _salvage(folder: Path) -> None:
+    """Drain what a run that was killed had published, unless its target has later files."""
+    try:
+        target = Path((folder / TARGET).read_text())
+        drain = Drain(folder, target, DrainRoom(folder / ROOM), keeps_later=True)
+        drain.step()
+    except (OSError, ValueError) as problem:
+        _LOG.warning("%s, which a run left, is not drained: %s", folder, problem)
+        return
+    if drain.problems:
+        name, problem = next(iter(drain.problems.items()))
+        _LOG.warning("%s/%s, which a run left in %s, is not drained: %s", target, name, folder, problem)
+        return
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _finish(drain: Drain, end_s: float) -> None:
