@@ -56,8 +56,18 @@ static int refuse_new(const Place* place) {
     return REAL(function) arguments;                           \
   }
 
-REFUSE_HERE(refuse_new, mkdir, (const char* path, mode_t mode), (path, mode))
-REFUSE_AT(refuse_new, mkdirat, (int folder, const char* path, mode_t mode), (folder, path, mode))
+HOOK int mkdirat(int folder, const char* path, mode_t mode) {
+  Place place;
+  if (in_mount(&folder, &path, &place)) return refuse_new(&place);
+  return place.output != NULL ? make_output_folder(path, mode) : REAL(mkdirat)(folder, path, mode);
+}
+
+HOOK int mkdir(const char* path, mode_t mode) {
+  Place place;
+  if (in_mount_here(&path, &place)) return refuse_new(&place);
+  return place.output != NULL ? make_output_folder(path, mode) : REAL(mkdir)(path, mode);
+}
+
 DENY_HERE(mkfifo, (const char* path, mode_t mode), (path, mode))
 DENY_AT(mkfifoat, (int folder, const char* path, mode_t mode), (folder, path, mode))
 DENY_HERE(mknod, (const char* path, mode_t mode, dev_t device), (path, mode, device))

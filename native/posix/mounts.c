@@ -87,7 +87,7 @@ static void add_mount(char* line) {
   ++count;
 }
 
-/* A folder that programs write to: FOLDER TAB POINT. */
+/* A folder that programs write to: FOLDER TAB POINT, and TAB "shared" if those of other nodes do. */
 static void add_output(char* line) {
   char* point = cut(line);
   Mount* mount = &mounts[count];
@@ -96,6 +96,7 @@ static void add_output(char* line) {
     dprintf(STDERR_FILENO, "paceline: _PACELINE_OUTPUTS has an impossible line: %s\n", line);
     return;
   }
+  mount->is_shared = cut(point) != NULL;
   mount->tree_length = strlen(mount->tree);
   mount->point = point;
   mount->length = strlen(point);

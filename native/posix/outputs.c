@@ -1,7 +1,8 @@
 /* Folders that programs write to: `paceline run --output`. The launcher names them:
 
        _PACELINE_OUTPUTS    lines of FOLDER TAB POINT: paths below POINT are those below FOLDER/tree, which
-                            lies on local storage; FOLDER/room says how much may wait to be drained
+                            lies on local storage; FOLDER/room says how much may wait to be drained.
+                            TAB "shared" follows if programs of other nodes write to it, too
 
    Such a path is not a pack's: in_mount replaces it by the kernel's own below FOLDER/tree, and the
    descriptor is the kernel's, so that write, fsync, mmap and all others are the kernel's, too. Two things
@@ -14,6 +15,10 @@
    The kernel gives the lock up when the last descriptor is gone, however the process ended. So a hidden file
    without a lock is stale: the next program that creates the name removes it, as does the drain.
 
+   Of an output that nodes share, the tree has all names, and a node's server (FOLDER/socket,
+   store/serve/output_node.py) changes them: what another node wrote is a link to a file of the same size and
+   time, whose bytes the server fetches before it is opened.
+
    A descriptor that a forked child inherited publishes nothing there. One that a program inherited by exec
    publishes when no other process has it: a shell opens what a program writes. */
 #include "shim.h"
@@ -25,8 +30,10 @@
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -36,6 +43,8 @@ enum {
   most_records = most_output_descriptors,
   forked_without_exec = 0x40, /* PF_FORKNOEXEC of the kernel, in /proc/PID/stat */
   look_ms = 10,
+  answer_s = 900,  /* of a server, which itself waits for other nodes */
+  restart_ms = 10000, /* for a server that was killed to be there again */
 };
 
 /* FOLDER/room, which the drain makes (store/serve/drain.py). Of two counters, so that each has one writer at
@@ -60,6 +69,7 @@ typedef struct {
 static OutputRecord records[most_records]; /* untouched pages of it cost nothing */
 static atomic_int records_end;
 static atomic_uint forks;
+static mode_t creation_mask; /* as the program began: the server makes folders for it */
 
 static OutputRole role_of(int descriptor) {
   if (descriptor < 0 || descriptor >= atomic_load_explicit(&records_end, memory_order_relaxed)) {
@@ -89,6 +99,11 @@ void output_copied(int from, int to) {
   if (to < 0 || to >= most_records || from == to || !is_output(from)) return;
   note(to, role_of(from), records[from].inode);
   records[to].forks = records[from].forks;
+}
+
+static int close_quietly(int descriptor, int problem) {
+  REAL(close)(descriptor);
+  return fail(problem);
 }
 
 static int kernel_stat(const char* path, struct stat* to) {
@@ -142,6 +157,97 @@ int output_folder_path(int descriptor, char* out) {
   char path[PATH_MAX];
   if (!path_of(descriptor, path)) return errno;
   return output_visible_path(path, out);
+}
+
+static Mount* output_of(const char* kernel_path) {
+  for (unsigned i = 0; i < mount_count(); ++i) {
+    Mount* mount = mount_of_number(i);
+    if (mount->tree != NULL && strncmp(kernel_path, mount->tree, mount->tree_length) == 0 &&
+        kernel_path[mount->tree_length] == '/') {
+      return mount;
+    }
+  }
+  return NULL;
+}
+
+/* The output of a path that other nodes know as well; NULL: the kernel alone does. */
+static Mount* shared_output(const char* kernel_path) {
+  Mount* mount = output_of(kernel_path);
+  return mount != NULL && mount->is_shared ? mount : NULL;
+}
+
+/* --- the server of a node ---------------------------------------------------------------------------- */
+
+static void pause_ms(long ms) {
+  const struct timespec pause = {ms / 1000, ms % 1000 * 1000000L};
+  nanosleep(&pause, NULL);
+}
+
+/* A connection to the server of this node; -1 with errno. */
+static int connect_server(const Mount* mount) {
+  struct sockaddr_un address = {.sun_family = AF_UNIX};
+  const int length = snprintf(address.sun_path, sizeof address.sun_path, "%.*s/socket",
+                              (int)(mount->tree_length - 5), mount->tree);
+  if (length < 0 || (size_t)length >= sizeof address.sun_path) return fail(ENAMETOOLONG);
+  const int server = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+  if (server < 0) return -1;
+  for (int waited_ms = 0;; waited_ms += look_ms) {
+    if (connect(server, (struct sockaddr*)&address, sizeof address) == 0) break;
+    const bool may_come = errno == ECONNREFUSED || errno == ENOENT || errno == EAGAIN || errno == EINTR;
+    if (!may_come || waited_ms >= restart_ms) return close_quietly(server, errno);
+    pause_ms(look_ms);
+  }
+  const struct timeval wait = {answer_s, 0};
+  setsockopt(server, SOL_SOCKET, SO_RCVTIMEO, &wait, sizeof wait);
+  return server;
+}
+
+static int exchange(int server, const char* request, size_t size) {
+  uint32_t code = 0;
+  ssize_t length;
+  while ((length = send(server, request, size, MSG_NOSIGNAL)) < 0 && errno == EINTR) {
+  }
+  if (length < 0) return errno;
+  while ((length = recv(server, &code, sizeof code, 0)) < 0 && errno == EINTR) {
+  }
+  return length == sizeof code ? (int)code : EIO;
+}
+
+/* Asks the server of this node to do something with a path; 0 or an errno. `more` may be NULL. */
+static int ask_server(const Mount* mount, const char* what, const char* kernel_path, const char* more,
+                      unsigned number) {
+  char request[2 * PATH_MAX + 64];
+  const int before = errno;
+  size_t size = (size_t)snprintf(request, sizeof request, "%s", what) + 1;
+  size += (size_t)snprintf(request + size, sizeof request - size, "%s", kernel_path + mount->tree_length + 1) + 1;
+  if (more != NULL) size += (size_t)snprintf(request + size, sizeof request - size, "%s", more) + 1;
+  size += (size_t)snprintf(request + size, sizeof request - size, "%u", number);
+  const int server = connect_server(mount);
+  const int problem = server < 0 ? errno : exchange(server, request, size);
+  if (server >= 0) REAL(close)(server);
+  if (server < 0 || problem == EIO) {
+    dprintf(STDERR_FILENO, "paceline: %s: the server of this node could not %s it: %s\n",
+            kernel_path + mount->tree_length + 1, what, strerror(problem));
+  }
+  errno = before;
+  return problem;
+}
+
+/* Has the bytes of a file here before it is opened; 0 or an errno. */
+static int fetch_bytes(const char* path) {
+  const Mount* mount = shared_output(path);
+  if (mount == NULL) return 0;
+  char link[PATH_MAX];
+  char marker[PATH_MAX];
+  const ssize_t length = REAL(readlink)(path, link, sizeof link - 1);
+  if (length <= 0) return 0; /* written here, or not there */
+  link[length] = '\0';
+  const char* name = strrchr(link, '/');
+  const int folder = (int)(mount->tree_length - 5);
+  if (name == NULL || strncmp(link, mount->tree, (size_t)folder) != 0) return 0; /* of the shared folder */
+  snprintf(marker, sizeof marker, "%.*s/empty%s", folder, mount->tree, name);
+  if (REAL(access)(marker, F_OK) != 0) return 0;
+  return ask_server(mount, "fetch", path, NULL, 0);
 }
 
 /* --- opening ----------------------------------------------------------------------------------------- */
@@ -228,6 +334,8 @@ static void discard(int descriptor, const char* hidden) {
 }
 
 static int open_published(const char* path, int flags) {
+  const int problem = (flags & O_PATH) != 0 ? 0 : fetch_bytes(path);
+  if (problem != 0) return fail(problem);
   const int descriptor = REAL(open)(path, flags & ~(O_CREAT | O_NOFOLLOW), 0);
   if (descriptor < 0) return -1;
   struct stat status;
@@ -255,9 +363,14 @@ int open_output(const Place* place, const char* path, int flags, mode_t mode) {
   if (problem != 0) return fail(problem);
   const int kept = flags & ~(O_TRUNC | O_NOFOLLOW);
   const int descriptor = claim(hidden, kept, is_there ? 0600 : mode);
-  if (descriptor < 0 || !is_there) return descriptor;
-  int copied = 0;
-  if ((flags & O_TRUNC) == 0) {
+  const Mount* shared = shared_output(path);
+  if (descriptor < 0 || (shared == NULL && !is_there)) return descriptor;
+  int copied = shared == NULL ? 0 : ask_server(shared, "claim", path, NULL, 0);
+  if (copied == 0 && !is_there) return descriptor;
+  if (copied == 0 && (flags & O_TRUNC) == 0) copied = fetch_bytes(path);
+  if (copied != 0) {
+    /* of another node, or not to be had */
+  } else if ((flags & O_TRUNC) == 0) {
     copied = copy_published(path, hidden, descriptor, status.st_mode & 07777);
   } else {
     fchmod(descriptor, status.st_mode & 07777);
@@ -345,17 +458,6 @@ static int await_room(DrainRoom* room, uint64_t size, const char* path) {
   }
 }
 
-static Mount* output_of(const char* kernel_path) {
-  for (unsigned i = 0; i < mount_count(); ++i) {
-    Mount* mount = mount_of_number(i);
-    if (mount->tree != NULL && strncmp(kernel_path, mount->tree, mount->tree_length) == 0 &&
-        kernel_path[mount->tree_length] == '/') {
-      return mount;
-    }
-  }
-  return NULL;
-}
-
 /* Whether this is the path of a hidden file; writes that by which it is published. */
 static bool published_path(const char* hidden, char* out) {
   const char* name = strrchr(hidden, '/');
@@ -381,7 +483,11 @@ static int publish(int descriptor, OutputRole role, unsigned forks_before) {
   char visible[PATH_MAX];
   if (output_visible_path(path, visible) != 0) return ENAMETOOLONG;
   int problem = await_room(mount->room, (uint64_t)status.st_size, visible);
-  if (problem == 0 && REAL(renameat)(AT_FDCWD, hidden, AT_FDCWD, path) != 0) problem = errno;
+  if (problem == 0 && mount->is_shared) {
+    problem = ask_server(mount, "publish", path, NULL, 0);
+  } else if (problem == 0 && REAL(renameat)(AT_FDCWD, hidden, AT_FDCWD, path) != 0) {
+    problem = errno;
+  }
   if (problem != 0) {
     REAL(unlink)(hidden);
   } else if (mount->room != NULL) {
@@ -485,13 +591,26 @@ void start_outputs(void) {
     has_output = true;
   }
   if (!has_output) return;
+  creation_mask = umask(0);
+  umask(creation_mask);
   pthread_atfork(output_spawns, NULL, forked);
   find_inherited();
 }
 
 /* --- names that change ------------------------------------------------------------------------------- */
 
+/* 0, or -1 with errno. */
+static int ask(const Mount* mount, const char* what, const char* path, const char* more, unsigned number) {
+  const int problem = ask_server(mount, what, path, more, number);
+  return problem == 0 ? 0 : fail(problem);
+}
+
 int rename_output(const char* from, const char* to, unsigned flags) {
+  if (output_of(from) == NULL || output_of(to) == NULL) return fail(EBUSY);
+  const Mount* shared = shared_output(from);
+  if (shared != NULL) {
+    return ask(shared, "rename", from, to + shared->tree_length + 1, flags);
+  }
   if (REAL(renameat2)(AT_FDCWD, from, AT_FDCWD, to, flags) == 0) return 0;
   char hidden_from[PATH_MAX];
   char hidden_to[PATH_MAX];
@@ -503,6 +622,12 @@ int rename_output(const char* from, const char* to, unsigned flags) {
 }
 
 int unlink_output(const char* path) {
+  struct stat status;
+  const Mount* shared = shared_output(path);
+  if (shared != NULL) {
+    if (kernel_stat(path, &status) == 0 && S_ISDIR(status.st_mode)) return fail(EISDIR);
+    return ask(shared, "unlink", path, NULL, 0);
+  }
   if (REAL(unlink)(path) == 0) return 0;
   char hidden[PATH_MAX];
   if (errno != ENOENT || hidden_path(path, hidden) != 0) return -1;
@@ -535,7 +660,16 @@ static bool remove_stale_files(const char* path) {
   return is_empty;
 }
 
+int make_output_folder(const char* path, mode_t mode) {
+  const Mount* shared = shared_output(path);
+  return shared == NULL ? REAL(mkdir)(path, mode)
+                        : ask(shared, "mkdir", path, NULL, mode & 07777 & ~creation_mask);
+}
+
 int remove_output_folder(const char* path) {
+  if (output_of(path) == NULL) return fail(EBUSY); /* the output itself */
+  const Mount* shared = shared_output(path);
+  if (shared != NULL) return ask(shared, "rmdir", path, NULL, 0);
   if (REAL(rmdir)(path) == 0) return 0;
   if ((errno != ENOTEMPTY && errno != EEXIST) || !remove_stale_files(path)) return fail(ENOTEMPTY);
   return REAL(rmdir)(path);

@@ -58,6 +58,7 @@ typedef struct {
   char* tree;       /* of an output: where the kernel has its files; else NULL */
   size_t tree_length;
   DrainRoom* room; /* of an output; NULL: any number of bytes may wait to be drained */
+  bool is_shared;  /* of an output: other nodes write to it, too; then changes of names are asked for */
   char* place;      /* of the pack */
   char* requests;   /* of a pack that nodes serve: see pack_files_open; else NULL */
   char* source;
@@ -171,6 +172,7 @@ enum { most_output_descriptors = 1 << 16 };
 int open_output(const Place* place, const char* path, int flags, mode_t mode);
 int rename_output(const char* from, const char* to, unsigned flags);
 int unlink_output(const char* path);
+int make_output_folder(const char* path, mode_t mode);
 int remove_output_folder(const char* path);
 /* The path of a file that is still written, of PATH_MAX bytes at `hidden`, or `path` if it is there: programs set
    modes and times by name before they close. */

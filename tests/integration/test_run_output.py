@@ -178,7 +178,7 @@ def test_close_waits_for_room_and_fails_when_there_is_none(tmp_path):
     # The programs of a run find its outputs by this variable.
     from paceline.store.posix.mounts import variables
 
-    environ = {**os.environ, **variables((), os.environ, outputs=[(str(tmp_path), POINT)])}
+    environ = {**os.environ, **variables((), os.environ, outputs=[(str(tmp_path), POINT, False)])}
     import subprocess
 
     def write(name, size):

@@ -17,6 +17,7 @@ killed is named on stderr and started again; meanwhile, programs read from the s
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import shutil
@@ -106,14 +107,20 @@ class DataServers:
         if self._job.task is None:
             token = os.urandom(16).hex()
             servers = tuple((f"127.0.0.1:{offer.port}",) for offer in self.offers)
+            servers += ((),) * len(self._job.outputs)
             start = DataStart(servers=servers, number=0, offers=self.offers, token=token)
-        if start is None or len(start.servers) != len(self._job.data):
+        count = len(self._job.data)
+        if start is None or len(start.servers) != count + len(self._job.outputs):
             raise UsageError(
                 "no server on this node has the data of this run",
                 where=f"task {self._job.task_number}",
                 why="the first task of each node serves them",
                 fix="Give all launchers of the run the same --data",
             )
+        # The outputs' come after these (output_servers.py).
+        start = dataclasses.replace(
+            start, servers=start.servers[:count], offers=start.offers[:count]
+        )
         self._start = start
         for pack, server in enumerate(self._servers):
             server.serve(start.servers[pack], start.number, start.token)

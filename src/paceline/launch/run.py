@@ -45,7 +45,7 @@ from paceline.launch.output import TaggedOutput
 from paceline.launch.program import ProgramKind
 from paceline.launch.ranks import SIGNAL_DELAY_S, LocalRanks, free_port
 from paceline.launch.rendezvous.job import TaskRendezvous
-from paceline.launch.rendezvous.messages import JobEnd, StartInfo
+from paceline.launch.rendezvous.messages import DataOffer, JobEnd, StartInfo
 from paceline.launch.summary import summarize
 from paceline.launch.task import run_task
 from paceline.launch.watcher import StatusWatcher
@@ -125,8 +125,9 @@ def _run(
     """Run the ranks to their end, and return the result or raise the error."""
     with contextlib.ExitStack() as stack:
         data = stack.enter_context(DataServers(job)) if job.data else None
-        rendezvous = stack.enter_context(_rendezvous(job, clock, data)) if job.task else None
-        exits = _run_ranks(job, rendezvous, _Served(data, outputs), clock, on_status)
+        served = _Served(data, outputs)
+        rendezvous = stack.enter_context(_rendezvous(job, clock, served)) if job.task else None
+        exits = _run_ranks(job, rendezvous, served, clock, on_status)
         if rendezvous is not None and job.task_number != 0:
             return _follow(job, exits, rendezvous)
         interrupted = interruption(exits)
@@ -144,7 +145,7 @@ def _run(
     return result
 
 
-def _rendezvous(job: PreparedJob, clock: Clock, data: DataServers | None) -> TaskRendezvous:
+def _rendezvous(job: PreparedJob, clock: Clock, served: _Served) -> TaskRendezvous:
     assert job.task is not None
     return TaskRendezvous(
         job.run_folder,
@@ -153,7 +154,7 @@ def _rendezvous(job: PreparedJob, clock: Clock, data: DataServers | None) -> Tas
         cores=allowed_cores(),
         deadlines=job.resolved.config.deadlines,
         clock=clock,
-        data=data.offers if data is not None else (),
+        data=served.offers,
     )
 
 
@@ -214,6 +215,11 @@ class _Served(NamedTuple):
     data: DataServers | None
     outputs: OutputServers | None
 
+    @property
+    def offers(self) -> tuple[DataOffer, ...]:
+        """What other launchers have to know of the servers."""
+        return tuple(offer for servers in self if servers is not None for offer in servers.offers)
+
 
 class _Starter:
     """Starts this launcher's ranks, each as a `worker`; called once, when all launchers are there.
@@ -246,6 +252,8 @@ class _Starter:
         """
         if self.served.data is not None:
             self.served.data.start(start.data if start is not None else None)
+        if self.served.outputs is not None:
+            self.served.outputs.start(start.data if start is not None else None)
         if start is None:
             run_id = uuid.uuid4().hex
             start = StartInfo(

@@ -91,7 +91,7 @@ def variables(
     *,
     only: Sequence[str] = (),
     never: Sequence[str] = (),
-    outputs: Sequence[tuple[str, str]] = (),
+    outputs: Sequence[tuple[str, str, bool]] = (),
 ) -> dict[str, str]:
     """Return the variables that give a program these mounts, and what it starts.
 
@@ -101,7 +101,8 @@ def variables(
         only: names of the programs that see the mounts; none: all.
         never: names of programs that do not.
         outputs: folders that programs write to (`paceline.store.serve.run_output`): for each its
-            folder on this node, and the path below which programs see it.
+            folder on this node, the path below which programs see it, and whether programs of other
+            nodes write to it, too.
 
     Raises:
         Missing: the library was not installed with Paceline.
@@ -128,7 +129,10 @@ def variables(
     if mounts:
         found[MOUNTS] = "\n".join(mount.to_line() for mount in mounts)
     if outputs:
-        found[OUTPUTS] = "\n".join(f"{folder}\t{point}" for folder, point in outputs)
+        found[OUTPUTS] = "\n".join(
+            "\t".join([folder, point, *(["shared"] if is_shared else [])])
+            for folder, point, is_shared in outputs
+        )
     return (
         found | ({ONLY: ":".join(only)} if only else {}) | ({NOT: ":".join(never)} if never else {})
     )

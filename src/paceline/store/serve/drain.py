@@ -123,6 +123,7 @@ class Drain:
         self._keeps_later = keeps_later
         self._drained: dict[str, FileState] = {}
         self._folders: set[str] = set()
+        self._elsewhere: set[str] = set()  # names of files that other nodes wrote
 
     def begin(self) -> None:
         """Make the tree, with what the target has already.
@@ -177,18 +178,26 @@ class Drain:
 
         What is renamed while this looks is seen by the next step.
         """
-        folders, files = set(), {}
+        folders, files, elsewhere = set(), {}, set()
         for name, entry in _walk(self._tree):
             with suppress(FileNotFoundError):
                 if entry.is_dir(follow_symlinks=False):
                     folders.add(name)
                 elif entry.is_symlink():
+                    if not self._is_of_target(name):
+                        elsewhere.add(name)
+                        continue
                     self._follow(name)
                     files[name] = FileState.of(entry.stat())
                     self._drained[name] = files[name]
                 elif entry.is_file():
                     files[name] = FileState.of(entry.stat())
+        self._elsewhere = elsewhere
         return folders, files
+
+    def _is_of_target(self, name: str) -> bool:
+        link = os.readlink(self._tree / name)
+        return link.startswith(f"{self._target}/")
 
     def _follow(self, name: str) -> None:
         """Give a file of the target the name that a program gave to the link to it."""
@@ -220,6 +229,21 @@ class Drain:
         self._drained[name] = state
         return True
 
+    def _has_drained(self, name: str) -> bool:
+        """Return whether a file of the target is the one that was drained from here."""
+        state = self._drained[name]
+        try:
+            found = (self._target / name).lstat()
+        except OSError:
+            return False
+        return (found.st_size, found.st_mtime_ns) == (state.size, state.mtime_ns)
+
+    def verify(self) -> None:
+        """Have the next step copy again what the target has lost or has otherwise."""
+        for name in [name for name in self._drained if not self._has_drained(name)]:
+            if not (self._tree / name).is_symlink():
+                del self._drained[name]
+
     def _make_folders(self, folders: set[str]) -> None:
         for name in sorted(folders - self._folders):
             with self._noted(name):
@@ -236,6 +260,8 @@ class Drain:
         for name, state in files.items():
             before = gone.get(state)
             if before is None or self._drained.get(name) == state:
+                continue
+            if not self._has_drained(before):  # another node's file has the name by now
                 continue
             with self._noted(name):
                 os.replace(self._target / before, self._target / name)
@@ -284,9 +310,10 @@ class Drain:
             return
         for name in [name for name in self._drained if name not in files]:
             with self._noted(name):
-                (self._target / name).unlink(missing_ok=True)
+                if name not in self._elsewhere and self._has_drained(name):
+                    (self._target / name).unlink(missing_ok=True)
+                    self.counts.removed += 1
                 del self._drained[name]
-                self.counts.removed += 1
         for name in sorted(self._folders - folders, reverse=True):
             with suppress(OSError):  # others may have put files there
                 (self._target / name).rmdir()

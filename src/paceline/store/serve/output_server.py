@@ -20,6 +20,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ from typing import Any, Self
 
 from paceline.core.processes import die_with_parent, signal_name
 from paceline.core.record import Record
+from paceline.store.serve.card import NodeAddress
 from paceline.store.serve.drain import ROOM, TARGET, Drain, DrainRoom
+from paceline.store.serve.output_node import OutputNode
 
 _STEP_S = 0.1  # between two looks at what is new
 _STALE_S = 2.0  # between two looks for what killed writers left
@@ -51,12 +54,20 @@ class OutputSpec:
         folder: on local storage, with the room.
         end_s: at the end, the longest time without progress.
         leftovers: folders of runs that were killed, each with a lock of the launcher's.
+        nodes: addresses of the servers of all nodes; fewer than two: programs write here only.
+        number: of this node in these.
+        token: of all nodes.
+        listener: descriptor of the socket that listens at this node's address.
     """
 
     target: str
     folder: str
     end_s: float
     leftovers: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+    number: int = 0
+    token: str = ""
+    listener: int = -1
 
     def to_line(self) -> bytes:
         """Return it as it travels."""
@@ -66,7 +77,8 @@ class OutputSpec:
     def from_line(cls, line: bytes) -> Self:
         """Return what `to_line` wrote."""
         fields: dict[str, Any] = json.loads(line)
-        return cls(**{**fields, "leftovers": tuple(fields["leftovers"])})
+        lists = {name: tuple(fields[name]) for name in ("leftovers", "nodes")}
+        return cls(**{**fields, **lists})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,6 +159,7 @@ def _serve(spec: OutputSpec) -> int:
     for leftover in spec.leftovers:
         _salvage(Path(leftover))
     drain.begin()
+    node = _share(spec) if len(spec.nodes) > 1 else None
     _say(READY)
     stale_s = time.monotonic() + _STALE_S
     while not select.select([sys.stdin], [], [], _STEP_S)[0]:
@@ -154,6 +167,8 @@ def _serve(spec: OutputSpec) -> int:
         if time.monotonic() >= stale_s:
             drain.remove_stale()
             stale_s = time.monotonic() + _STALE_S
+    if node is not None:
+        node.close()
     _finish(drain, spec.end_s)
     counts = drain.counts
     report = OutputReport(
@@ -166,6 +181,17 @@ def _serve(spec: OutputSpec) -> int:
     )
     _say(json.dumps(report.to_json()))
     return 0
+
+
+def _share(spec: OutputSpec) -> OutputNode:
+    return OutputNode(
+        Path(spec.folder),
+        Path(spec.target),
+        [NodeAddress.parse(name) for name in spec.nodes],
+        spec.number,
+        spec.token,
+        socket.socket(fileno=os.dup(spec.listener)),
+    )
 
 
 def _salvage(folder: Path) -> None:
@@ -186,6 +212,8 @@ def _salvage(folder: Path) -> None:
 
 def _finish(drain: Drain, end_s: float) -> None:
     """Drain what is left; give up after so long without progress."""
+    drain.step()
+    drain.verify()
     since_s, before = time.monotonic(), -1
     while drain.step():
         if drain.counts.bytes != before:

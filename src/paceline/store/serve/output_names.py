@@ -1,0 +1,284 @@
+"""The names of one output on one node: folders and files that programs see there.
+
+Every node has all names, so that listing and stat ask no one. The bytes of a file lie on the node
+that wrote it::
+
+    tree/a      a file, written here       own/ID     the same file, by which other nodes ask for it
+    tree/b  ->  copies/NODE-ID             of another node: a file of that size, time and mode
+                empty/NODE-ID              while that file has no bytes: until a program opens it
+    tree/c  ->  TARGET/c                   was in the shared folder when the run began
+
+Changes come in one order, the same on all nodes (output_node.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from paceline.store.serve.drain import HIDDEN, TREE
+
+OWN, COPIES, EMPTY = "own", "copies", "empty"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NameChange:
+    """A change of names that all nodes make.
+
+    Attributes:
+        kind: of change.
+        path: below the output; of a rename, the old one.
+        to: the new path of a rename.
+        node: that wrote a published file: its index.
+        identity: of the file on that node.
+        size: of the file, in bytes.
+        mtime_ns: of the file.
+        mode: of a file or new folder; of a rename, not 0 if it replaces nothing.
+    """
+
+    kind: Literal["publish", "unlink", "rename", "mkdir", "rmdir"]
+    path: str
+    to: str = ""
+    node: int = 0
+    identity: str = ""
+    size: int = 0
+    mtime_ns: int = 0
+    mode: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as it travels."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """Return what `to_json` made.
+
+        Raises:
+            ValueError: it is no change, or leads out of the output.
+        """
+        try:
+            change = cls(**data)
+        except TypeError as problem:
+            raise ValueError(str(problem)) from None
+        for path in (change.path, change.to):
+            check_path(path)
+        if "/" in change.identity:
+            raise ValueError(change.identity)
+        return change
+
+
+def check_path(path: str) -> None:
+    """Check that a path stays within an output.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if path.startswith("/") or "\0" in path or ".." in path.split("/"):
+        raise ValueError(f"not a path of an output: {path!a}")
+
+
+class OutputNames:
+    """The names on this node. One thread changes them at a time.
+
+    Args:
+        folder: on local storage.
+        node: index of this node.
+    """
+
+    def __init__(self, folder: Path, node: int) -> None:
+        self._folder = folder
+        self._tree = folder / TREE
+        self._node = node
+        self._lock = threading.Lock()  # of identities
+        for name in (OWN, COPIES, EMPTY):
+            (folder / name).mkdir(exist_ok=True)
+        own = (folder / OWN).iterdir()
+        self._identities = {path.stat().st_ino: path.name for path in own}
+        self._count = len(self._identities)
+
+    def hidden(self, path: str) -> Path:
+        """Return where the file of a path is while it is written."""
+        place = self._tree / path
+        return place.with_name(HIDDEN + place.name)
+
+    def is_written(self, path: str) -> bool:
+        """Return whether a program of this node writes a file now."""
+        try:
+            file = os.open(self.hidden(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(file)
+        return False
+
+    def offer(self, path: str) -> NameChange:
+        """Return the change that publishes what was written here.
+
+        Raises:
+            OSError: it is not there.
+        """
+        hidden = self.hidden(path)
+        found = hidden.lstat()
+        with self._lock:
+            self._count += 1
+            identity = f"{found.st_ino}.{self._count}"
+            (self._folder / OWN / identity).hardlink_to(hidden)
+            self._identities[found.st_ino] = identity
+        return NameChange(
+            kind="publish",
+            path=path,
+            node=self._node,
+            identity=identity,
+            size=found.st_size,
+            mtime_ns=found.st_mtime_ns,
+            mode=stat.S_IMODE(found.st_mode),
+        )
+
+    def withdraw(self, path: str, identity: str) -> None:
+        """Forget what was offered and is not published."""
+        self.hidden(path).unlink(missing_ok=True)
+        self._drop(identity)
+
+    def open_own(self, identity: str) -> int:
+        """Return a descriptor of a file that was written here.
+
+        Raises:
+            OSError: it was removed.
+        """
+        return os.open(self._folder / OWN / identity, os.O_RDONLY | os.O_CLOEXEC)
+
+    def check(self, change: NameChange) -> None:
+        """Check what the file system itself does not, before the first node makes a change.
+
+        Raises:
+            OSError: it is not possible.
+        """
+        if change.kind == "publish" and (self._tree / change.path).is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), change.path)
+        if change.kind == "publish" and not (self._tree / change.path).parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), change.path)
+        is_taken = change.kind == "rename" and change.mode and (self._tree / change.to).exists()
+        if is_taken:  # RENAME_NOREPLACE
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), change.to)
+
+    def apply(self, change: NameChange) -> None:
+        """Make a change.
+
+        Raises:
+            OSError: it is not possible.
+        """
+        path = self._tree / change.path
+        if change.kind == "publish":
+            self._publish(path, change)
+        elif change.kind == "unlink":
+            before = self._known(path)
+            path.unlink()
+            self._forget(before)
+        elif change.kind == "rename":
+            self._rename(path, self._tree / change.to)
+        elif change.kind == "mkdir":
+            path.mkdir(mode=change.mode)
+            path.chmod(change.mode)
+        else:
+            self._rmdir(path)
+
+    def _publish(self, path: Path, change: NameChange) -> None:
+        before = self._known(path)
+        if change.node == self._node:
+            self.hidden(change.path).rename(path)
+        else:
+            copy = self._folder / COPIES / f"{change.node}-{change.identity}"
+            (self._folder / EMPTY / copy.name).touch()
+            copy.touch(0o600)
+            os.truncate(copy, change.size)
+            copy.chmod(change.mode)
+            os.utime(copy, ns=(change.mtime_ns, change.mtime_ns))
+            self._point(path, copy)
+        self._forget(before)
+
+    def _rename(self, path: Path, to: Path) -> None:
+        before = None if _same_file(path, to) else self._known(to)
+        os.rename(path, to)
+        self._forget(before)
+
+    def _rmdir(self, path: Path) -> None:
+        for name in os.listdir(path):
+            if not name.startswith(HIDDEN):
+                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+        for name in os.listdir(path):  # stale, or of writers that lose their file
+            (path / name).unlink()
+        path.rmdir()
+
+    def empty_copy(self, path: str) -> Path | None:
+        """Return the copy that a path means and that has no bytes yet; None: its bytes are here.
+
+        Raises:
+            OSError: it is not there.
+        """
+        try:
+            copy = Path(os.readlink(self._tree / path))
+        except OSError as problem:
+            if problem.errno == errno.EINVAL:
+                return None
+            raise
+        is_empty = copy.parent == self._folder / COPIES and self._marker(copy).exists()
+        return copy if is_empty else None
+
+    def fill(self, copy: Path, wanted: os.stat_result) -> None:
+        """Take note that a copy has its bytes; `wanted` has its mode and time."""
+        copy.chmod(stat.S_IMODE(wanted.st_mode))
+        os.utime(copy, ns=(wanted.st_mtime_ns, wanted.st_mtime_ns))
+        self._marker(copy).unlink(missing_ok=True)
+
+    def _marker(self, copy: Path) -> Path:
+        return self._folder / EMPTY / copy.name
+
+    def _point(self, path: Path, copy: Path) -> None:
+        """Have a name lead to a file."""
+        fresh = path.with_name(f"{HIDDEN}link-{path.name}"[:255])
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(copy)
+        fresh.rename(path)
+
+    def _known(self, path: Path) -> tuple[int, str] | None:
+        """Return inode and link of what a name means, before it means something else."""
+        try:
+            found = path.lstat()
+        except FileNotFoundError:
+            return None
+        return found.st_ino, os.readlink(path) if stat.S_ISLNK(found.st_mode) else ""
+
+    def _forget(self, before: tuple[int, str] | None) -> None:
+        """Free what no name means any more. Who has it open keeps it."""
+        if before is None:
+            return
+        inode, link = before
+        if link and Path(link).parent == self._folder / COPIES:
+            Path(link).unlink(missing_ok=True)
+            self._marker(Path(link)).unlink(missing_ok=True)
+        elif not link and inode in self._identities:
+            self._drop(self._identities[inode])
+
+    def _drop(self, identity: str) -> None:
+        with self._lock:
+            self._identities = {
+                inode: known for inode, known in self._identities.items() if known != identity
+            }
+            (self._folder / OWN / identity).unlink(missing_ok=True)
+
+
+def _same_file(path: Path, other: Path) -> bool:
+    try:
+        return os.path.samestat(path.lstat(), other.lstat())
+    except OSError:
+        return False
