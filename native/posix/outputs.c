@@ -346,6 +346,20 @@ static int open_published(const char* path, int flags) {
   return descriptor;
 }
 
+/* Has the file that a hidden descriptor is the new version of, if there is one, be its beginning; 0 or an
+   errno. Nobody else publishes the name now. */
+static int begin_version(const char* path, const char* hidden, int descriptor, int flags) {
+  struct stat status;
+  if (kernel_stat(path, &status) != 0) return errno == ENOENT ? 0 : errno;
+  if ((flags & (O_CREAT | O_EXCL)) == (O_CREAT | O_EXCL)) return EEXIST;
+  if (S_ISDIR(status.st_mode)) return EISDIR;
+  if (REAL(euidaccess)(path, W_OK) != 0) return errno;
+  const mode_t mode = status.st_mode & 07777;
+  if ((flags & O_TRUNC) != 0) return fchmod(descriptor, mode) == 0 ? 0 : errno;
+  const int problem = fetch_bytes(path);
+  return problem != 0 ? problem : copy_published(path, hidden, descriptor, mode);
+}
+
 int open_output(const Place* place, const char* path, int flags, mode_t mode) {
   if ((flags & O_TMPFILE) == O_TMPFILE) return fail(EOPNOTSUPP);
   const bool writes = (flags & O_ACCMODE) != O_RDONLY || (flags & O_TRUNC) != 0;
@@ -357,27 +371,20 @@ int open_output(const Place* place, const char* path, int flags, mode_t mode) {
   if (is_there && creates && (flags & O_EXCL) != 0) return fail(EEXIST);
   if (is_there && !writes) return open_published(path, flags);
   if (place->is_folder_meant || (is_there && S_ISDIR(status.st_mode))) return fail(EISDIR);
-  if (is_there && REAL(euidaccess)(path, W_OK) != 0) return -1;
   char hidden[PATH_MAX];
-  const int problem = hidden_path(path, hidden);
+  int problem = hidden_path(path, hidden);
   if (problem != 0) return fail(problem);
-  const int kept = flags & ~(O_TRUNC | O_NOFOLLOW);
-  const int descriptor = claim(hidden, kept, is_there ? 0600 : mode);
+  const int descriptor = claim(hidden, flags & ~(O_TRUNC | O_NOFOLLOW), mode);
+  if (descriptor < 0) return -1;
   const Mount* shared = shared_output(path);
-  if (descriptor < 0 || (shared == NULL && !is_there)) return descriptor;
-  int copied = shared == NULL ? 0 : ask_server(shared, "claim", path, NULL, 0);
-  if (copied == 0 && !is_there) return descriptor;
-  if (copied == 0 && (flags & O_TRUNC) == 0) copied = fetch_bytes(path);
-  if (copied != 0) {
-    /* of another node, or not to be had */
-  } else if ((flags & O_TRUNC) == 0) {
-    copied = copy_published(path, hidden, descriptor, status.st_mode & 07777);
-  } else {
-    fchmod(descriptor, status.st_mode & 07777);
+  if (shared != NULL) problem = ask_server(shared, "claim", path, NULL, 0);
+  if (problem == 0) {
+    problem = begin_version(path, hidden, descriptor, flags);
+    if (problem != 0 && shared != NULL) ask_server(shared, "release", path, NULL, 0);
   }
-  if (copied == 0) return descriptor;
+  if (problem == 0) return descriptor;
   discard(descriptor, hidden);
-  return fail(copied);
+  return fail(problem);
 }
 
 /* --- publishing -------------------------------------------------------------------------------------- */

@@ -3,12 +3,17 @@
 import json
 import os
 import signal
+import subprocess
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from launching import Launched, await_true, paceline
+from networks import network, require_networks
 
 from paceline.core.processes import stat_fields
+from paceline.store.posix.mounts import variables
 from paceline.store.serve.drain import HIDDEN, Drain, DrainRoom
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -23,6 +28,31 @@ def run(folder, target, *words, options=(), **more):
         *words,
         **more,
     )
+
+
+def run_nodes(folder, target, *words, hosts=(("127.0.0.1", ()),) * 2, **more):
+    """Run a program on nodes, with a launcher and local storage of its own on each."""
+    options = ("run", "--no-record", "--out", "RUN", "--output", f"{target}:{POINT}")
+    tasks = [
+        Launched(
+            folder,
+            *(*options, "--nnodes", len(hosts), "--node-rank", number),
+            *("--rdzv-endpoint", f"{hosts[0][0]}:28402", *words),
+            prefix=prefix,
+            **more,
+        )
+        for number, (_, prefix) in enumerate(hosts)
+    ]
+    done = [task.wait() for task in tasks]
+    for task in done:
+        assert task.running() == []
+        assert list(task.temporary.glob("paceline-output-*")) == []
+    return done
+
+
+def on_rank(rank):
+    """Return words before a program that only one rank runs."""
+    return ("/bin/sh", "-c", f'[ "$RANK" != {rank} ] || exec "$@"', "sh")
 
 
 def tree(folder):
@@ -75,6 +105,79 @@ def test_programs_find_an_output_as_they_find_a_folder(tmp_path, name):
     assert (done.code, done.out) == (0, first.out.replace(str(plain), POINT)), done.err
     assert tree(tmp_path / "shared") == tree(plain)
     done.assert_nothing_left()
+
+
+@pytest.mark.parametrize("rank", [0, 1])  # one of both orders the changes
+@pytest.mark.parametrize("name", ["output_calls.py", "output_commands.sh"])
+def test_a_program_of_one_node_of_two_finds_a_folder(tmp_path, name, rank):
+    interpreter = "/bin/sh" if name.endswith(".sh") else sys.executable
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    words = (interpreter, SCRIPTS / name)
+    first = subprocess.run([*words, plain], capture_output=True, text=True, check=True)
+    done = run_nodes(tmp_path, tmp_path / "shared", *on_rank(rank), *words, POINT)
+    assert [task.code for task in done] == [0, 0], done[0].err + done[1].err
+    assert done[rank].out == first.stdout.replace(str(plain), POINT)
+    assert tree(tmp_path / "shared") == tree(plain)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_names_on_one_node_of_two_have_one_writer(tmp_path, rank):
+    words = (sys.executable, SCRIPTS / "output_publishing.py", POINT)
+    done = run_nodes(tmp_path, tmp_path / "shared", *on_rank(rank), *words)
+    assert [task.code for task in done] == [0, 0], done[0].err + done[1].err
+    assert done[rank].out == "all as expected\n"
+
+
+@pytest.mark.parametrize("where", ["here", "network"])
+def test_what_one_node_does_the_other_finds(tmp_path, where):
+    flags = tmp_path / "flags"
+    flags.mkdir()
+    words = (SCRIPTS / "output_two_nodes.py", POINT, flags)
+    if where == "network":
+        require_networks()
+    with network(2) if where == "network" else nullcontext((("127.0.0.1", ()),) * 2) as hosts:
+        done = run_nodes(tmp_path, tmp_path / "shared", *words, hosts=hosts)
+    assert [(task.code, task.out) for task in done] == [(0, "as expected\n")] * 2, (
+        done[0].err + done[1].err
+    )
+    assert tree(tmp_path / "shared") == {"z/e/c": b"version 9"}
+
+
+def test_checkpoints_rotate_on_two_nodes(tmp_path):
+    target = tmp_path / "shared"
+    for number in range(2):
+        done = run_nodes(tmp_path / str(number), target, SCRIPTS / "output_checkpoints.py", POINT)
+        assert [task.code for task in done] == [0, 0], done[0].err + done[1].err
+        assert [task.out for task in done] == [f"{k} from step {4 * number}\n" for k in range(2)]
+    names = {"step7.pt", "step8.pt", "last.pt", "log.txt", "arrays.npz"}
+    assert set(tree(target)) == names
+    assert (target / "log.txt").read_text().split() == [str(step) for step in range(1, 9)]
+
+
+RACE = """
+import os, sys
+won = 0
+for number in range(200):
+    try:
+        with open(f"{sys.argv[1]}/{number}", "x") as file:
+            file.write(os.environ["RANK"])
+        won += 1
+    except FileExistsError:
+        pass
+print(won)
+"""
+
+
+def test_of_two_nodes_that_create_a_name_one_does(tmp_path):
+    script = tmp_path / "race.py"
+    script.write_text(RACE)
+    done = run_nodes(tmp_path, tmp_path / "shared", script, POINT)
+    assert [task.code for task in done] == [0, 0], done[0].err + done[1].err
+    won = [int(task.out) for task in done]
+    assert sum(won) == 200
+    found = list(tree(tmp_path / "shared").values())
+    assert [found.count(b"0"), found.count(b"1")] == won
 
 
 def test_a_name_is_there_when_its_file_is_closed_and_has_one_writer(tmp_path):
@@ -176,11 +279,7 @@ def test_close_waits_for_room_and_fails_when_there_is_none(tmp_path):
     (tmp_path / "tree").mkdir()
     room = DrainRoom(tmp_path / "room", most_bytes=1000, wait_s=0.2)
     # The programs of a run find its outputs by this variable.
-    from paceline.store.posix.mounts import variables
-
     environ = {**os.environ, **variables((), os.environ, outputs=[(str(tmp_path), POINT, False)])}
-    import subprocess
-
     def write(name, size):
         words = ["/bin/dd", f"of={POINT}/{name}", "if=/dev/zero", f"bs={size}", "count=1"]
         return subprocess.run(words, env=environ, capture_output=True, text=True)

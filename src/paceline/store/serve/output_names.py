@@ -3,10 +3,10 @@
 Every node has all names, so that listing and stat ask no one. The bytes of a file lie on the node
 that wrote it::
 
-    tree/a      a file, written here       own/ID     the same file, by which other nodes ask for it
-    tree/b  ->  copies/NODE-ID             of another node: a file of that size, time and mode
-                empty/NODE-ID              while that file has no bytes: until a program opens it
-    tree/c  ->  TARGET/c                   was in the shared folder when the run began
+    tree/a                        a file that was written here
+    tree/b  ->  copies/NODE-ID    of another node: a file of the same size, time and mode
+                empty/NODE-ID     while that file has no bytes: until a program opens it
+    tree/c  ->  TARGET/c          was in the shared folder when the run began
 
 Changes come in one order, the same on all nodes (output_node.py).
 """
@@ -17,14 +17,13 @@ import errno
 import fcntl
 import os
 import stat
-import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from paceline.store.serve.drain import HIDDEN, TREE
 
-OWN, COPIES, EMPTY = "own", "copies", "empty"
+COPIES, EMPTY = "copies", "empty"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,12 +94,8 @@ class OutputNames:
         self._folder = folder
         self._tree = folder / TREE
         self._node = node
-        self._lock = threading.Lock()  # of identities
-        for name in (OWN, COPIES, EMPTY):
+        for name in (COPIES, EMPTY):
             (folder / name).mkdir(exist_ok=True)
-        own = (folder / OWN).iterdir()
-        self._identities = {path.stat().st_ino: path.name for path in own}
-        self._count = len(self._identities)
 
     def hidden(self, path: str) -> Path:
         """Return where the file of a path is while it is written."""
@@ -127,35 +122,29 @@ class OutputNames:
         Raises:
             OSError: it is not there.
         """
-        hidden = self.hidden(path)
-        found = hidden.lstat()
-        with self._lock:
-            self._count += 1
-            identity = f"{found.st_ino}.{self._count}"
-            (self._folder / OWN / identity).hardlink_to(hidden)
-            self._identities[found.st_ino] = identity
+        found = self.hidden(path).lstat()
         return NameChange(
             kind="publish",
             path=path,
             node=self._node,
-            identity=identity,
+            identity=f"{found.st_ino}-{found.st_mtime_ns}",
             size=found.st_size,
             mtime_ns=found.st_mtime_ns,
             mode=stat.S_IMODE(found.st_mode),
         )
 
-    def withdraw(self, path: str, identity: str) -> None:
-        """Forget what was offered and is not published."""
-        self.hidden(path).unlink(missing_ok=True)
-        self._drop(identity)
-
-    def open_own(self, identity: str) -> int:
+    def open_own(self, path: str, identity: str, size: int) -> int:
         """Return a descriptor of a file that was written here.
 
         Raises:
-            OSError: it was removed.
+            OSError: the path means another file now.
         """
-        return os.open(self._folder / OWN / identity, os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(self._tree / path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        found = os.fstat(file)
+        if (str(found.st_ino), found.st_size) == (identity.partition("-")[0], size):
+            return file
+        os.close(file)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
     def check(self, change: NameChange) -> None:
         """Check what the file system itself does not, before the first node makes a change.
@@ -181,7 +170,7 @@ class OutputNames:
         if change.kind == "publish":
             self._publish(path, change)
         elif change.kind == "unlink":
-            before = self._known(path)
+            before = self._copy(path)
             path.unlink()
             self._forget(before)
         elif change.kind == "rename":
@@ -193,7 +182,7 @@ class OutputNames:
             self._rmdir(path)
 
     def _publish(self, path: Path, change: NameChange) -> None:
-        before = self._known(path)
+        before = self._copy(path)
         if change.node == self._node:
             self.hidden(change.path).rename(path)
         else:
@@ -207,7 +196,7 @@ class OutputNames:
         self._forget(before)
 
     def _rename(self, path: Path, to: Path) -> None:
-        before = None if _same_file(path, to) else self._known(to)
+        before = None if _same_file(path, to) else self._copy(to)
         os.rename(path, to)
         self._forget(before)
 
@@ -234,10 +223,13 @@ class OutputNames:
         is_empty = copy.parent == self._folder / COPIES and self._marker(copy).exists()
         return copy if is_empty else None
 
-    def fill(self, copy: Path, wanted: os.stat_result) -> None:
-        """Take note that a copy has its bytes; `wanted` has its mode and time."""
+    def restore(self, copy: Path, wanted: os.stat_result) -> None:
+        """Give a copy that was written to its mode and time again."""
         copy.chmod(stat.S_IMODE(wanted.st_mode))
         os.utime(copy, ns=(wanted.st_mtime_ns, wanted.st_mtime_ns))
+
+    def note_filled(self, copy: Path) -> None:
+        """Take note that a copy has its bytes."""
         self._marker(copy).unlink(missing_ok=True)
 
     def _marker(self, copy: Path) -> Path:
@@ -250,31 +242,19 @@ class OutputNames:
         fresh.symlink_to(copy)
         fresh.rename(path)
 
-    def _known(self, path: Path) -> tuple[int, str] | None:
-        """Return inode and link of what a name means, before it means something else."""
+    def _copy(self, path: Path) -> Path | None:
+        """Return the copy that a name means, before it means something else."""
         try:
-            found = path.lstat()
-        except FileNotFoundError:
+            copy = Path(os.readlink(path))
+        except OSError:
             return None
-        return found.st_ino, os.readlink(path) if stat.S_ISLNK(found.st_mode) else ""
+        return copy if copy.parent == self._folder / COPIES else None
 
-    def _forget(self, before: tuple[int, str] | None) -> None:
-        """Free what no name means any more. Who has it open keeps it."""
-        if before is None:
-            return
-        inode, link = before
-        if link and Path(link).parent == self._folder / COPIES:
-            Path(link).unlink(missing_ok=True)
-            self._marker(Path(link)).unlink(missing_ok=True)
-        elif not link and inode in self._identities:
-            self._drop(self._identities[inode])
-
-    def _drop(self, identity: str) -> None:
-        with self._lock:
-            self._identities = {
-                inode: known for inode, known in self._identities.items() if known != identity
-            }
-            (self._folder / OWN / identity).unlink(missing_ok=True)
+    def _forget(self, copy: Path | None) -> None:
+        """Remove a copy that no name means any more. Who has it open keeps it."""
+        if copy is not None:
+            copy.unlink(missing_ok=True)
+            self._marker(copy).unlink(missing_ok=True)
 
 
 def _same_file(path: Path, other: Path) -> bool:

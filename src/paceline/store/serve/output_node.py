@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.clock import SystemClock
 from paceline.core.errors import PacelineError
 from paceline.store.serve.output_names import NameChange, OutputNames, check_path
 from paceline.store.serve.output_wire import OutputLink, OutputListener
@@ -41,6 +42,7 @@ SOCKET = "socket"  # of the folder: where programs ask (native/posix/outputs.c)
 _PROGRAMS = 32  # requests of programs that are answered at a time
 _MOST_REQUEST = 16384
 _WAIT_S = 30.0  # for the answer of a node
+_LOOK_S = 0.01
 _NO_REPLACE = 1  # RENAME_NOREPLACE
 
 
@@ -80,6 +82,8 @@ class OutputNode:
         self._lost: set[int] = set()
         self._changing = threading.Lock()  # of the order of changes, and of claims; of the leader
         self._applying = threading.Lock()
+        self._clock = SystemClock()
+        self._never = threading.Event()
         self._fetching: dict[str, threading.Lock] = {}
         self._claims: dict[str, int] = {}
         self._tellers = ThreadPoolExecutor(max(1, min(64, len(nodes))), "paceline-tell")
@@ -131,7 +135,7 @@ class OutputNode:
             change = self.names.offer(path)
             code = self._ask_leader({"do": "change", "node": self._number, **change.to_json()})
             if code:
-                self.names.withdraw(path, change.identity)
+                self.names.hidden(path).unlink(missing_ok=True)
             return code
         if do in ("claim", "release"):
             return self._ask_leader({"do": do, "node": self._number, "path": path})
@@ -185,9 +189,11 @@ class OutputNode:
             change = NameChange.from_json({**message, "node": node})
             if change.kind == "publish" and self._claims.get(path, node) != node:
                 return errno.EIO  # another writer has the name: this one was taken for dead
+            if change.kind == "rmdir" and self._is_written_below(path):
+                return errno.ENOTEMPTY
             code = self._change(change)
-            if change.kind == "publish":
-                self._claims.pop(path, None)
+            if code == 0:
+                self._follow_claims(change)
             return code
 
     def _claim(self, path: str, node: int) -> int:
@@ -196,6 +202,17 @@ class OutputNode:
             return errno.EEXIST
         self._claims[path] = node  # on one node, the kernel lets one program only write it
         return 0
+
+    def _is_written_below(self, folder: str) -> bool:
+        below = {path: node for path, node in self._claims.items() if _is_below(path, folder)}
+        return any(self._is_written(node, path) for path, node in below.items())
+
+    def _follow_claims(self, change: NameChange) -> None:
+        if change.kind == "publish":
+            self._claims.pop(change.path, None)
+        elif change.kind == "rename":  # of a folder: what is written in it is published there
+            for path in [path for path in self._claims if _is_below(path, change.path)]:
+                self._claims[change.to + path[len(change.path) :]] = self._claims.pop(path)
 
     def _is_written(self, node: int, path: str) -> bool:
         if node == self._number:
@@ -244,7 +261,7 @@ class OutputNode:
     def _answer_node(self, message: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
         do = message["do"]
         if do == "read":
-            return self._open_own(str(message["identity"]))
+            return self._open_own(message)
         if do == "is written":
             check_path(str(message["path"]))
             return {"is_written": self.names.is_written(str(message["path"]))}, None
@@ -260,52 +277,54 @@ class OutputNode:
             return problem.errno or errno.EIO
         return 0
 
-    def _open_own(self, identity: str) -> tuple[dict[str, Any], int | None]:
-        if "/" in identity:
-            raise ValueError(identity)
+    def _open_own(self, message: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
+        path, size = str(message["path"]), int(message["size"])
+        check_path(path)
         try:
-            file = self.names.open_own(identity)
+            file = self.names.open_own(path, str(message["identity"]), size)
         except OSError as problem:
             return {"error": problem.errno}, None
-        return {"error": 0, "size": os.fstat(file).st_size}, file
+        return {"error": 0, "size": size}, file
 
     # --- bytes ---------------------------------------------------------------------------------
 
     def _fetch(self, path: str) -> int:
         """Bring the bytes of a file here; return 0 or an errno."""
-        copy = self.names.empty_copy(path)
-        if copy is None:
-            return 0
-        with self._changing_fetches(copy.name):
-            if self.names.empty_copy(path) != copy:
-                return 0
-            wanted = copy.stat()
-            copy.chmod(0o600)
-            file = os.open(copy, os.O_WRONLY | os.O_CLOEXEC)
-            try:
-                code = self._fill(path, copy.name, file, wanted)
-            finally:
-                os.close(file)
-            if code == 0:
-                self.names.fill(copy, wanted)
-            return code
+        end_s = self._clock.now_s() + _WAIT_S
+        while (copy := self.names.empty_copy(path)) is not None:
+            with self._fetching.setdefault(copy.name, threading.Lock()):
+                if self.names.empty_copy(path) != copy:
+                    continue
+                try:
+                    code = self._fill(path, copy)
+                except FileNotFoundError:  # the name has a new version, or is gone
+                    code = errno.ENOENT
+            self._fetching.pop(copy.name, None)
+            if code != errno.ENOENT or self._clock.now_s() >= end_s:
+                return code
+            self._clock.wait(self._never, _LOOK_S)  # its node has renamed or replaced it
+        return 0
 
-    def _changing_fetches(self, name: str) -> threading.Lock:
-        return self._fetching.setdefault(name, threading.Lock())
-
-    def _fill(self, path: str, name: str, file: int, wanted: os.stat_result) -> int:
-        node, _, identity = name.partition("-")
+    def _fill(self, path: str, copy: Path) -> int:
+        wanted = copy.stat()
+        node, _, identity = copy.name.partition("-")
+        message = {"do": "read", "path": path, "identity": identity, "size": wanted.st_size}
+        copy.chmod(0o600)
+        file = os.open(copy, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            link = self._links[int(node)]
-            code = int(link.fetch({"do": "read", "identity": identity}, file, _WAIT_S)["error"])
+            code = int(self._links[int(node)].fetch(message, file, _WAIT_S)["error"])
+        except PacelineError as problem:
+            code = self._copy_drained(path, file, wanted, str(problem))
         except OSError as problem:
-            if isinstance(problem, PacelineError):
-                return self._copy_drained(path, file, wanted, str(problem))
+            _LOG.warning("%s of another node cannot be copied here: %s", path, problem)
             os.truncate(file, 0)
             os.truncate(file, wanted.st_size)
-            return problem.errno or errno.EIO
-        except PacelineError as problem:
-            return self._copy_drained(path, file, wanted, str(problem))
+            code = problem.errno or errno.EIO
+        finally:
+            os.close(file)
+        self.names.restore(copy, wanted)
+        if code == 0:
+            self.names.note_filled(copy)
         return code
 
     def _copy_drained(self, path: str, file: int, wanted: os.stat_result, why: str) -> int:
@@ -322,6 +341,10 @@ class OutputNode:
             why = f"{why}; {problem}"
         _LOG.warning("%s cannot be read: %s, and it is not drained", path, why)
         return errno.EIO
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path.startswith(f"{folder}/")
 
 
 def _listen(path: Path) -> socket.socket:
