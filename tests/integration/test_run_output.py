@@ -84,7 +84,9 @@ def servers(task):
 
 def test_what_a_program_writes_is_read_back_and_drained(tmp_path):
     target = tmp_path / "shared"
-    script = 'set -e; cd "$1"; mkdir -p a/b; cp /bin/sh a/b/sh; cmp /bin/sh a/b/sh; echo x >a/x; ls a'
+    script = (
+        'set -e; cd "$1"; mkdir -p a/b; cp /bin/sh a/b/sh; cmp /bin/sh a/b/sh; echo x >a/x; ls a'
+    )
     done = run(tmp_path, target, "/bin/sh", "-c", script, "sh", POINT)
     assert (done.code, done.out) == (0, "b\nx\n"), done.err
     assert tree(target) == {"a/b/sh": Path("/bin/sh").read_bytes(), "a/x": b"x\n"}
@@ -225,7 +227,10 @@ def test_a_writer_that_is_killed_leaves_nothing(tmp_path):
 
 
 def test_a_server_that_is_killed_goes_on(tmp_path):
-    script = 'echo 1 >"$1/1"; touch "$2/started"; while [ ! -e "$2/go" ]; do sleep 0.02; done; echo 2 >"$1/2"'
+    script = (
+        'echo 1 >"$1/1"; touch "$2/started"; while [ ! -e "$2/go" ]; do sleep 0.02; done; '
+        'echo 2 >"$1/2"'
+    )
     words = ("/bin/sh", "-c", script, "sh", POINT, tmp_path)
     options = ("run", "--no-record", "--out", "RUN", "--output", f"{tmp_path}/shared:{POINT}")
     with Launched(tmp_path, *options, *words) as task:
@@ -280,6 +285,7 @@ def test_close_waits_for_room_and_fails_when_there_is_none(tmp_path):
     room = DrainRoom(tmp_path / "room", most_bytes=1000, wait_s=0.2)
     # The programs of a run find its outputs by this variable.
     environ = {**os.environ, **variables((), os.environ, outputs=[(str(tmp_path), POINT, False)])}
+
     def write(name, size):
         words = ["/bin/dd", f"of={POINT}/{name}", "if=/dev/zero", f"bs={size}", "count=1"]
         return subprocess.run(words, env=environ, capture_output=True, text=True)
@@ -287,7 +293,9 @@ def test_close_waits_for_room_and_fails_when_there_is_none(tmp_path):
     assert write("first", 900).returncode == 0
     refused = write("second", 200)
     assert refused.returncode != 0
-    assert f"{POINT}/second is not published: 900 bytes wait to be drained, 1000 may" in refused.stderr
+    assert (
+        f"{POINT}/second is not published: 900 bytes wait to be drained, 1000 may" in refused.stderr
+    )
     assert sorted(path.name for path in (tmp_path / "tree").iterdir()) == ["first"]
     target = tmp_path / "target"
     target.mkdir()

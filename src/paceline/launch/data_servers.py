@@ -106,8 +106,8 @@ class DataServers:
         """
         if self._job.task is None:
             token = os.urandom(16).hex()
-            servers = tuple((f"127.0.0.1:{offer.port}",) for offer in self.offers)
-            servers += ((),) * len(self._job.outputs)
+            own = [(f"127.0.0.1:{offer.port}",) for offer in self.offers]
+            servers: tuple[tuple[str, ...], ...] = (*own, *((),) * len(self._job.outputs))
             start = DataStart(servers=servers, number=0, offers=self.offers, token=token)
         count = len(self._job.data)
         if start is None or len(start.servers) != count + len(self._job.outputs):
@@ -297,6 +297,7 @@ def _claim_local(data: RunData, config: RunConfig) -> tuple[Path, int, bool]:
         StorageError: it cannot be made.
     """
     parent = Path(config.data_folder or tempfile.gettempdir())
+    lock: int | None
     with storage_errors(
         "no local storage for data", where=parent, fix="Give another folder: --data-folder"
     ):

@@ -1,7 +1,7 @@
-"""Folders on local storage that belong to one run at a time: each has a lock, held while it is used.
+"""Folders on local storage that belong to one run at a time: each has a lock.
 
-The kernel gives a lock up when the processes that hold it have ended, however they ended. So a
-folder whose lock is free was left by a run that was killed.
+The lock is held while the folder is used. The kernel gives it up when the processes that hold it
+have ended, however they ended. So a folder whose lock is free was left by a run that was killed.
 """
 
 from __future__ import annotations

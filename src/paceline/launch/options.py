@@ -128,7 +128,13 @@ class RunConfig(Configuration):
             )
         if self.nnodes < 1:
             raise UsageError(f"nnodes must be at least 1, got {self.nnodes}", fix="Give at least 1")
-        for name in ("rendezvous_timeout_s", "heartbeat_interval_s", "stop_timeout_s", "output_wait_s", "output_end_s"):
+        for name in (
+            "rendezvous_timeout_s",
+            "heartbeat_interval_s",
+            "stop_timeout_s",
+            "output_wait_s",
+            "output_end_s",
+        ):
             if not 0 < getattr(self, name) <= 1e6:
                 raise UsageError(
                     f"{name} must be above 0 and at most 1e6, got {getattr(self, name):g}",

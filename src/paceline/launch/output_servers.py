@@ -104,7 +104,7 @@ class OutputServers:
 
     @property
     def folders(self) -> tuple[tuple[str, str, bool], ...]:
-        """For each output its folder on this node, its path for ranks, and whether nodes share it."""
+        """For each output its folder on this node, its path for ranks, whether nodes share it."""
         return self._folders
 
     def finish(self) -> StorageError | None:
@@ -122,7 +122,9 @@ class _OutputServer:
         self._parent = parent = Path(config.data_folder or tempfile.gettempdir())
         with contextlib.ExitStack() as stack:
             with storage_errors(
-                "no local storage for outputs", where=parent, fix="Give another folder: --data-folder"
+                "no local storage for outputs",
+                where=parent,
+                fix="Give another folder: --data-folder",
             ):
                 self.folder, lock = make_locked(parent, PREFIX)
                 stack.callback(os.close, lock)

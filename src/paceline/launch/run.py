@@ -36,12 +36,12 @@ from paceline.core.processes import (
     outlive_preemption,
 )
 from paceline.launch.data_servers import DataServers
-from paceline.launch.output_servers import OutputServers
 from paceline.launch.exits import ExitOutcome, explaining_exits, interrupted_exit, interruption
 from paceline.launch.failures import exit_code, first_failure, raise_failure
 from paceline.launch.folder import write_start
 from paceline.launch.guard import STOP_SIGNAL
 from paceline.launch.output import TaggedOutput
+from paceline.launch.output_servers import OutputServers
 from paceline.launch.program import ProgramKind
 from paceline.launch.ranks import SIGNAL_DELAY_S, LocalRanks, free_port
 from paceline.launch.rendezvous.job import TaskRendezvous

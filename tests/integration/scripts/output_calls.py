@@ -32,7 +32,9 @@ with open(top / "a", "r+b") as file:
     file.write(b"3")
 print("changed", (top / "a").read_text(), os.stat(top / "a").st_size)
 print("exclusive", code(open, top / "a", "x"), code(os.mkdir, top / "a"))
-print("missing", code(open, top / "no"), code(open, top / "no", "r+"), code(open, top / "no/a", "w"))
+print(
+    "missing", code(open, top / "no"), code(open, top / "no", "r+"), code(open, top / "no/a", "w")
+)
 print("folder", code(os.open, top, os.O_WRONLY), code(os.unlink, top / "a/b"))
 
 with open(top / "mapped", "w+b") as file:
@@ -41,7 +43,10 @@ with open(top / "mapped", "w+b") as file:
         memory[:4] = b"page"
         memory.flush()
     os.fsync(file.fileno())
-with open(top / "mapped", "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+with (
+    open(top / "mapped", "rb") as file,
+    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory,
+):
     print("mapped", memory[:4], len(memory))
 
 with open(top / "sent", "wb") as to, open(top / "mapped", "rb") as source:
@@ -55,7 +60,9 @@ print("sent", found.st_size, oct(found.st_mode), found.st_mtime)
 os.makedirs(top / "d" / "e")
 write("d/e/f", "deep")
 os.rename(top / "d", top / "g")
-print("renamed", (top / "g/e/f").read_text(), code(os.rmdir, top / "g"), code(os.listdir, top / "d"))
+print(
+    "renamed", (top / "g/e/f").read_text(), code(os.rmdir, top / "g"), code(os.listdir, top / "d")
+)
 shutil.copytree(top / "g", top / "h")
 shutil.rmtree(top / "g")
 print("walked", sorted(str(Path(at) / name) for at, _, names in os.walk(top) for name in names))
@@ -85,7 +92,9 @@ os.close(folder)
 with open("out", "w") as file:
     subprocess.run(["sh", "-c", "echo shell; cat here"], stdout=file, check=True)
 print("out", Path("out").read_text())
-process = subprocess.Popen(["sh", "-c", "read x; echo $x"], stdin=subprocess.PIPE, stdout=open("late", "w"))
+process = subprocess.Popen(
+    ["sh", "-c", "read x; echo $x"], stdin=subprocess.PIPE, stdout=open("late", "w")
+)
 process.communicate(b"late\n")
 print("late", Path("late").read_text())
 print("outside", code(os.rename, "here", "/proc/here"), os.path.realpath("here"))

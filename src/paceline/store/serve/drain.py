@@ -5,9 +5,9 @@
     tree/    what is published (native/posix/outputs.c): a name is there once its file is closed
       |  step: what is new, changed, renamed or gone since the last one?
       v
-    TARGET   a file is written under a hidden name, synced, and renamed: whole or not there
+    TARGET   a file is written under a hidden name, synced, and renamed: all of it or nothing
 
-    room     how many bytes may wait here: programs add what they publish, `step` says what is settled
+    room     how many bytes may wait: programs add what they publish, `step` says what is settled
 
 A file is known by its inode, size and time. So one that was renamed after it was drained, as when
 checkpoints rotate, is renamed in the target and not copied again. What the target had before is in
@@ -26,7 +26,6 @@ import os
 import stat
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -35,6 +34,7 @@ from paceline.core.errors import StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 _LOG = logging.getLogger(__name__)
 HIDDEN = ".paceline-"  # of native/posix/outputs.c
@@ -196,13 +196,12 @@ class Drain:
         return folders, files
 
     def _is_of_target(self, name: str) -> bool:
-        link = os.readlink(self._tree / name)
-        return link.startswith(f"{self._target}/")
+        return (self._tree / name).readlink().is_relative_to(self._target)
 
     def _follow(self, name: str) -> None:
         """Give a file of the target the name that a program gave to the link to it."""
         link, wanted = self._tree / name, self._target / name
-        current = Path(os.readlink(link))
+        current = link.readlink()
         if current == wanted:
             return
         wanted.parent.mkdir(parents=True, exist_ok=True)
@@ -264,7 +263,7 @@ class Drain:
             if not self._has_drained(before):  # another node's file has the name by now
                 continue
             with self._noted(name):
-                os.replace(self._target / before, self._target / name)
+                (self._target / before).replace(self._target / name)
                 del self._drained[before]
                 del gone[state]
                 self._drained[name] = state

@@ -18,10 +18,12 @@ import fcntl
 import os
 import stat
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from paceline.store.serve.drain import HIDDEN, TREE
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 COPIES, EMPTY = "copies", "empty"
 
@@ -197,15 +199,15 @@ class OutputNames:
 
     def _rename(self, path: Path, to: Path) -> None:
         before = None if _same_file(path, to) else self._copy(to)
-        os.rename(path, to)
+        path.rename(to)
         self._forget(before)
 
     def _rmdir(self, path: Path) -> None:
-        for name in os.listdir(path):
-            if not name.startswith(HIDDEN):
-                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
-        for name in os.listdir(path):  # stale, or of writers that lose their file
-            (path / name).unlink()
+        entries = list(path.iterdir())
+        if not all(entry.name.startswith(HIDDEN) for entry in entries):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+        for stale in entries:
+            stale.unlink()
         path.rmdir()
 
     def empty_copy(self, path: str) -> Path | None:
@@ -215,7 +217,7 @@ class OutputNames:
             OSError: it is not there.
         """
         try:
-            copy = Path(os.readlink(self._tree / path))
+            copy = (self._tree / path).readlink()
         except OSError as problem:
             if problem.errno == errno.EINVAL:
                 return None
@@ -245,7 +247,7 @@ class OutputNames:
     def _copy(self, path: Path) -> Path | None:
         """Return the copy that a name means, before it means something else."""
         try:
-            copy = Path(os.readlink(path))
+            copy = path.readlink()
         except OSError:
             return None
         return copy if copy.parent == self._folder / COPIES else None

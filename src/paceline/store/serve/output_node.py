@@ -24,7 +24,6 @@ import socket
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.clock import SystemClock
@@ -34,6 +33,7 @@ from paceline.store.serve.output_wire import OutputLink, OutputListener
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from paceline.store.serve.card import NodeAddress
 
@@ -107,7 +107,9 @@ class OutputNode:
             with connection:
                 try:
                     request = connection.recv(_MOST_REQUEST)
-                    code = self._answer_program([os.fsdecode(word) for word in request.split(b"\0")])
+                    code = self._answer_program(
+                        [os.fsdecode(word) for word in request.split(b"\0")]
+                    )
                     connection.send(code.to_bytes(4, "little"))
                 except OSError as problem:
                     _LOG.debug("a program ended before its answer: %s", problem)
@@ -235,12 +237,11 @@ class OutputNode:
             return problem.errno or errno.EIO
         message = {"do": "apply", **change.to_json()}
         others = [node for node in self._links if node not in self._lost]
-        for node, problem in zip(
-            others, self._tellers.map(lambda node: self._tell(node, message), others), strict=True
-        ):
-            if problem is not None:
+        told = self._tellers.map(lambda node: self._tell(node, message), others)
+        for node, lost in zip(others, told, strict=True):
+            if lost is not None:
                 self._lost.add(node)
-                _LOG.warning("%s; it does not follow the output any more", problem)
+                _LOG.warning("%s; it does not follow the output any more", lost)
         return 0
 
     def _tell(self, node: int, message: dict[str, Any]) -> PacelineError | None:
@@ -249,7 +250,9 @@ class OutputNode:
         except PacelineError as problem:
             return problem
         if code:
-            _LOG.warning("%s: %s could not be changed: %s", node, message["path"], os.strerror(code))
+            _LOG.warning(
+                "%s: %s could not be changed: %s", node, message["path"], os.strerror(code)
+            )
         return None
 
     def _apply(self, change: NameChange) -> None:

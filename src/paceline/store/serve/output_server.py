@@ -144,7 +144,7 @@ def _fork(spec: OutputSpec) -> int:
         die_with_parent(guard)
         code = _serve(spec)
     except OSError as problem:
-        _LOG.error("%s", problem)  # noqa: TRY400  # the message says it all
+        _LOG.error("%s", problem)  # the message says it all
     except BaseException:
         _LOG.exception("it failed")
         raise
@@ -204,8 +204,8 @@ def _salvage(folder: Path) -> None:
         _LOG.warning("%s, which a run left, is not drained: %s", folder, problem)
         return
     if drain.problems:
-        name, problem = next(iter(drain.problems.items()))
-        _LOG.warning("%s/%s, which a run left in %s, is not drained: %s", target, name, folder, problem)
+        name, why = next(iter(drain.problems.items()))
+        _LOG.warning("%s/%s, which a run left in %s, is not drained: %s", target, name, folder, why)
         return
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -152,7 +152,7 @@ class OutputListener:
 
     def _accept(self) -> None:
         while True:
-            self._room.acquire()  # noqa: SIM115  # released by the connection's thread
+            self._room.acquire()  # released by the connection's thread
             try:
                 connection, _ = self._listener.accept()
             except OSError:
@@ -226,7 +226,7 @@ def _receive_frame(connection: socket.socket) -> dict[str, Any]:
         raise ValueError(f"a frame of {size} bytes")
     message = json.loads(_receive(connection, size))
     if not isinstance(message, dict):
-        raise ValueError("a frame that is no object")  # noqa: TRY004  # of a peer, not of a caller
+        raise ValueError("a frame that is no object")  # of a peer, not of a caller
     return message
 
 
@@ -242,7 +242,7 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 def _send_file(connection: socket.socket, file: int, size: int) -> None:
     done = 0
-    connection.setblocking(True)  # noqa: FBT003
+    connection.setblocking(True)
     while done < size:
         count = os.sendfile(connection.fileno(), file, done, min(size - done, _PIECE_BYTES))
         if not count:
