@@ -56,6 +56,7 @@ class TrainingStep:
         dataset: what is known of the data.
         split_points: names of submodules that make up the model, for a plan that cuts it into
             stages, as `paceline.training.prepare` takes them.
+        accumulation: forward and backward passes, each of such a batch, before an update.
     """
 
     module: torch.nn.Module
@@ -65,6 +66,15 @@ class TrainingStep:
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
     dataset: Dataset | None = None
     split_points: tuple[str, ...] = ()
+    accumulation: int = 1
+
+    def __post_init__(self) -> None:
+        if self.accumulation < 1:
+            raise UsageError(
+                f"accumulation must be at least 1, got {self.accumulation}",
+                where=type(self.module).__name__,
+                fix="Give the number of backward passes before an update; 1 for none",
+            )
 
 
 def capture(

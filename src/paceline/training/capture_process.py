@@ -100,6 +100,24 @@ class CapturedStep(WorkerMessage):
     stage_events: tuple[StepEvents, ...] = ()
 
 
+def split_target(target: str) -> tuple[Path, str]:
+    """Return the file and the function that ``FILE.py:FUNCTION`` names.
+
+    Raises:
+        NotFound: there is no such file.
+        UsageError: it is not of that form.
+    """
+    name, colon, function = target.rpartition(":")
+    if not colon or not function.isidentifier():
+        raise UsageError(
+            f"'{target}' is not FILE.py:FUNCTION", fix="For example: paceline plan model.py:step"
+        )
+    path = Path(name)
+    if not path.exists():
+        raise NotFound("no such file", where=str(path), fix="Check the path before the colon")
+    return path, function
+
+
 def capture_file(target: str, *, deadline_s: float = CAPTURE_DEADLINE_S) -> Workload:
     """Return the Workload of the training step that ``FILE.py:FUNCTION`` returns.
 
@@ -140,14 +158,7 @@ def capture_splits(
         DeadlineExceeded: the user's code did not end in time.
         PacelineError: the user's code met it, for example CorruptPack.
     """
-    name, colon, function = target.rpartition(":")
-    if not colon or not function.isidentifier():
-        raise UsageError(
-            f"'{target}' is not FILE.py:FUNCTION", fix="For example: paceline plan model.py:step"
-        )
-    path = Path(name)
-    if not path.exists():
-        raise NotFound("no such file", where=str(path), fix="Check the path before the colon")
+    path, function = split_target(target)
     work = WorkerCall(
         module=_WORKER,
         request=CaptureRequest(
