@@ -17,10 +17,12 @@ the measured time of that many calls of modules and operators.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from paceline.core.machine import Phase
+from paceline.core.machine import Phase  # noqa: TC001  # `from_json` asks for the types of rows
 from paceline.core.record import Record
+
+ComputeChoice = Literal["auto", "measured", "rates"]
 
 
 class OperatorTime(NamedTuple):
@@ -43,13 +45,13 @@ class OperatorCalls(NamedTuple):
     Attributes:
         phase: of the step.
         signature: name, shapes, strides, dtypes and scalar arguments.
-        count: calls per step.
+        calls: per step.
         time: of one call; None if the operator could not be called alone.
     """
 
     phase: Phase
     signature: str
-    count: int
+    calls: int
     time: OperatorTime | None
 
 
@@ -108,9 +110,9 @@ class MeasuredStep(Record):
     @property
     def calls(self) -> int:
         """Calls of operators in a step."""
-        return sum(calls.count for calls in self.operators)
+        return sum(equal.calls for equal in self.operators)
 
     @property
     def untimed(self) -> tuple[OperatorCalls, ...]:
         """The operators that could not be called alone: their time is part of the residual."""
-        return tuple(calls for calls in self.operators if calls.time is None)
+        return tuple(equal for equal in self.operators if equal.time is None)

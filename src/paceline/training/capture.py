@@ -33,6 +33,7 @@ from paceline.core.workload import (
     SharedParameter,
     Workload,
 )
+from paceline.training.live_memory import LiveMemory
 from paceline.training.operators import bytes_of, tensors_in, works_of
 from paceline.training.source_line import source_line
 
@@ -117,13 +118,15 @@ def capture(
         edges=recorder.edges(),
         shared=recorder.shared(),
         largest_bytes=recorder.largest_bytes,
+        peak_bytes=recorder.peak_bytes(_state_bytes(optimizer)),
+        accumulation=step.accumulation,
         optimizer=type(optimizer).__name__ if optimizer else "",
         optimizer_bytes=_state_bytes(optimizer),
         dataset=step.dataset,
         measured=("dataset.seconds_per_sample",)
         if step.dataset and step.dataset.seconds_per_sample
         else (),
-        derived=("layers", "input_bytes", "optimizer_bytes"),
+        derived=("layers", "input_bytes", "optimizer_bytes", "peak_bytes"),
     )
 
 
@@ -137,20 +140,11 @@ def _run(
     optimizer = step.optimizer(module.parameters()) if step.optimizer else None
     if optimizer is not None:
         _check_optimizer(optimizer)
-    recorder.phase = "forward"
-    output = recorder.call(inputs)
-    if step.loss_fn is None:
-        loss = loss_in(output)
-    else:
-        loss = step.loss_fn(output) if target is None else step.loss_fn(output, target)
-    if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
-        raise UsageError(
-            "there is no loss to differentiate",
-            where=type(module).__name__,
-            fix="Give a loss_fn that returns a tensor which depends on the parameters",
-        )
-    recorder.phase = "backward"
-    loss.backward()
+    _pass(recorder, module, inputs, target, step)
+    if step.accumulation > 1:  # the first pass makes the gradients, the others add to them
+        recorder.repeat(step.accumulation - 1)
+        _pass(recorder, module, inputs, target, step)
+        recorder.repeat(1)
     if optimizer is not None:
         recorder.phase = None  # the first update also makes the state: not what a step costs
         optimizer.step()
@@ -159,6 +153,31 @@ def _run(
         optimizer.step()
     recorder.phase = None
     return optimizer
+
+
+def _pass(
+    recorder: OperatorRecorder,
+    module: torch.nn.Module,
+    inputs: Any,
+    target: Any,
+    step: TrainingStep,
+) -> None:
+    """Run one forward and backward pass."""
+    recorder.phase = "forward"
+    output = recorder.call(inputs)
+    if step.loss_fn is None:
+        loss = loss_in(output)
+    else:
+        loss = step.loss_fn(output) if target is None else step.loss_fn(output, target)
+    del output
+    if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+        raise UsageError(
+            "there is no loss to differentiate",
+            where=type(module).__name__,
+            fix="Give a loss_fn that returns a tensor which depends on the parameters",
+        )
+    recorder.phase = "backward"
+    loss.backward()
 
 
 def call_arguments(module: torch.nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -213,15 +232,32 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 def fake_copy(module: torch.nn.Module, fake: FakeTensorMode) -> torch.nn.Module:
     """Return a copy of a module whose tensors have shapes without data."""
     memo: dict[int, Any] = {}
-    for tensor in [*module.parameters(), *module.buffers()]:
-        memo[id(tensor)] = fake.from_tensor(tensor)
+    attributes = (value for part in module.modules() for value in vars(part).values())
+    others = [value for value in attributes if isinstance(value, torch.Tensor)]
+    for tensor in [*module.parameters(), *module.buffers(), *others]:
+        memo[id(tensor)] = _fake_tensor(tensor, fake)
     return copy.deepcopy(module, memo)
+
+
+def _fake_tensor(tensor: torch.Tensor, fake: FakeTensorMode) -> Any:
+    """Return a tensor without data; one of the meta device becomes one of the CPU.
+
+    On the meta device, torch decomposes attention, which then keeps more activations than the fused
+    operator of any device.
+    """
+    if tensor.device.type != "meta":
+        return fake.from_tensor(tensor)
+    with fake:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def fake_values(values: Any, fake: FakeTensorMode) -> Any:
     """Return values whose tensors have shapes without data, as deep as they are nested."""
     if isinstance(values, torch.Tensor):
-        return fake.from_tensor(values)
+        return _fake_tensor(values, fake)
     if isinstance(values, Mapping):  # also what only behaves like a dict, as tokenizers return
         return {key: fake_values(value, fake) for key, value in values.items()}
     if isinstance(values, tuple) and hasattr(values, "_fields"):  # a NamedTuple takes them singly
@@ -265,9 +301,12 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not
         self._sequence: list[int] = []
         self._sequence_layer: list[str] = []
         self._saved: dict[str, int] = Counter()
-        self._storages: dict[int, torch.UntypedStorage] = {}  # kept alive: an id stays one storage
+        self._calls = 1  # that one call stands for
+        self._saves = True
+        self._live = LiveMemory()
+        self._peaks: dict[str, int] = Counter()
         for tensor in [*module.parameters(), *module.buffers()]:
-            self._remember(tensor)
+            self._live.mark(tensor)
 
     def call(self, inputs: Any) -> Any:
         """Return the module's output for a batch."""
@@ -305,14 +344,18 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not
     def _leave(self, *_: Any) -> None:
         self._stack.pop()
 
-    def _remember(self, tensor: torch.Tensor) -> bool:
-        storage = tensor.untyped_storage()
-        known = storage._cdata in self._storages  # noqa: SLF001  # a storage has no other identity
-        self._storages[storage._cdata] = storage  # noqa: SLF001
-        return known
+    def repeat(self, calls: int) -> None:
+        """Let each call from now on stand for so many; the first pass alone keeps activations."""
+        self._calls = calls
+        self._saves = False
+
+    def peak_bytes(self, state_bytes: int) -> int:
+        """Return the most bytes that were alive in a step, the optimizer's state included."""
+        passes = max(self._peaks["forward"], self._peaks["backward"]) + state_bytes
+        return max(passes, self._peaks["optimizer"])
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self._remember(tensor):
+        if not self._live.mark(tensor) and self._saves:
             self._saved[self._stack[-1]] += tensor.untyped_storage().nbytes()
         return tensor
 
@@ -327,13 +370,16 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not
         made = tensors_in(result)
         dtype = str(made[0].dtype if made else torch.float32).removeprefix("torch.")
         if works[0].operator != "view":
+            self._live.add(made)
+            peak = max(self._peaks[self.phase or ""], self._live.now_bytes)
+            self._peaks[self.phase or ""] = peak
             largest = max((bytes_of([tensor]) for tensor in made), default=0)
             self.largest_bytes = max(self.largest_bytes, largest)
         # A module whose parameters another one uses is never entered itself.
         counts = self._counts.setdefault(self._layer(args), Counter())
         for work in works:
             key = (self.phase, work.operator, dtype, work.flops, work.bytes, work.name)
-            counts[key] += work.count
+            counts[key] += work.count * self._calls
         return result
 
     def _layer(self, args: Any) -> str:

@@ -76,9 +76,9 @@ def keep_times(key: PriceKey, known: dict[str, OperatorTime], step: MeasuredStep
         StorageError: the cache folder cannot be written.
     """
     times = dict(known)
-    for calls in step.operators:
-        if calls.time is not None:
-            times[calls.signature] = calls.time
+    for equal in step.operators:
+        if equal.time is not None:
+            times[equal.signature] = equal.time
     kept = dict(list(times.items())[-MOST_OPERATORS:])
     path = prices_path(key)
     try:

@@ -1,4 +1,4 @@
-"""Measures a step from a process without torch: one worker per rank of the node, at the same time."""
+"""Measures a step from a process without torch: one worker per rank of a node, all at once."""
 
 from __future__ import annotations
 

@@ -24,8 +24,6 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typ
     Args:
         known: times of operators by signature: these are not timed again.
         time_call: returns the time of a call of (operator, args, kwargs).
-        together: whether other processes wait for this one before each operator: then `known` is
-            the same in all of them.
 
     Attributes:
         phase: of the step that runs; None: operators are not counted.

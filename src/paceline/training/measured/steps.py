@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from paceline.core.errors import UsageError
-from paceline.training.capture import call_arguments, loss_in
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from paceline.core.machine import Phase
-    from paceline.training.capture import TrainingStep
+from paceline.core.machine import Phase
+from paceline.training.capture import TrainingStep, call_arguments, loss_in
 
 PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
 WARM_STEPS, LEAST_STEPS, MOST_STEPS = 3, 4, 400
@@ -69,7 +65,9 @@ class StepRunner:
         if step.loss_fn is None:
             loss = loss_in(output)
         else:
-            loss = step.loss_fn(output) if step.target is None else step.loss_fn(output, step.target)
+            loss = (
+                step.loss_fn(output) if step.target is None else step.loss_fn(output, step.target)
+            )
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
             raise UsageError(
                 "there is no loss to differentiate",
@@ -80,7 +78,7 @@ class StepRunner:
 
 
 @dataclass(slots=True)
-class StepTimes:
+class WholeSteps:
     """The seconds of whole steps, in rounds.
 
     Attributes:
@@ -108,7 +106,7 @@ def _blocks(values: list[float]) -> list[list[float]]:
 
 def run_round(
     runner: StepRunner,
-    times: StepTimes,
+    times: WholeSteps,
     *,
     round_s: float,
     synchronize: Callable[[], None],
@@ -133,19 +131,6 @@ def run_round(
         synchronize()
         steps.append(runner.run())
     times.rounds.append(steps)
-
-
-def resident_bytes(name: str) -> int:
-    """Return a figure of this process's memory: ``VmRSS``, or ``VmHWM`` for its peak; 0 if unknown.
-
-    Source: proc_pid_status(5).
-    """
-    try:
-        with open("/proc/self/status", encoding="ascii") as status:  # noqa: PTH123  # a kernel file
-            lines = dict(line.split(":", 1) for line in status)
-        return int(lines[name].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return 0
 
 
 def make_runner(step: TrainingStep) -> StepRunner:

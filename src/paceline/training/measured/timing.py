@@ -81,10 +81,10 @@ def _copy(value: Any) -> Any:
 def _span(tensor: torch.Tensor) -> int:
     """Return the number of elements between a tensor's first and last one."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in sizes)
+    return int(1 + sum((size - 1) * stride for size, stride in sizes))
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided or not tensor.numel():
         return 0
-    return _span(tensor) * tensor.element_size()
+    return int(_span(tensor) * tensor.element_size())

@@ -27,13 +27,13 @@ from paceline.training.measured.protocol import CpuSpan, StepAnswer, StepRequest
 from paceline.training.measured.recording import CallRecorder
 from paceline.training.measured.steps import (
     PHASES,
-    StepTimes,
+    WholeSteps,
     make_runner,
-    resident_bytes,
     run_round,
 )
 from paceline.training.measured.timing import time_call
 from paceline.training.operators import bytes_of, tensors_in
+from paceline.training.resident_memory import base_bytes, resident_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,8 +67,8 @@ def run(request: StepRequest) -> StepAnswer:
     target = f"{request.path}:{request.function}"
     try:
         function = load_function(Path(request.path), request.function)
-        base_bytes = resident_bytes("VmRSS")
-        return _measure(to_step(function(), target), request, base_bytes)
+        base = base_bytes()
+        return _measure(to_step(function(), target), request, base)
     except PacelineError:
         raise
     except Exception as error:
@@ -84,10 +84,10 @@ def run(request: StepRequest) -> StepAnswer:
             dist.destroy_process_group()
 
 
-def _measure(step: TrainingStep, request: StepRequest, base_bytes: int) -> StepAnswer:
+def _measure(step: TrainingStep, request: StepRequest, base: int) -> StepAnswer:
     synchronize: Callable[[], None] = dist.barrier if request.ranks > 1 else lambda: None
     agree = _leading if request.ranks > 1 else float
-    runner, times = make_runner(step), StepTimes()
+    runner, times = make_runner(step), WholeSteps()
     begin = cpu_use()
     round_ = functools.partial(
         run_round, runner, times, round_s=request.round_s, synchronize=synchronize, agree=agree
@@ -108,7 +108,7 @@ def _measure(step: TrainingStep, request: StepRequest, base_bytes: int) -> StepA
         },
         operators=operators,
         peak_bytes=peak_bytes,
-        base_bytes=base_bytes,
+        base_bytes=base,
         whole_steps=len(times.steps()),
     )
     return StepAnswer(
@@ -124,9 +124,7 @@ def _operators(
 
     def timed(function: Any, args: Any, kwargs: Any) -> Any:
         synchronize()
-        return time_call(
-            function, args, kwargs, cold_bytes=cold_bytes, budget_s=request.budget_s
-        )
+        return time_call(function, args, kwargs, cold_bytes=cold_bytes, budget_s=request.budget_s)
 
     recorder = CallRecorder(request.known, timed)
 
@@ -155,9 +153,9 @@ def _phase(
     operators: tuple[OperatorCalls, ...], phase: Phase, whole: tuple[float, float, float]
 ) -> MeasuredPhase:
     operators_s = sum(
-        calls.count * calls.time.seconds
-        for calls in operators
-        if calls.phase == phase and calls.time is not None
+        equal.calls * equal.time.seconds
+        for equal in operators
+        if equal.phase == phase and equal.time is not None
     )
     middle_s, low_s, high_s = whole
     return MeasuredPhase(
