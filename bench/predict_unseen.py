@@ -1,19 +1,18 @@
 """Does prediction meet measurement on models that no fit saw, and does its interval hold?
 
-Twenty models (`unseen_models.py`: recurrent, depthwise, U-Net, transformers, DLRM, 1-D and transposed
-convolutions, mixer; Adam, fused, foreach, bf16, accumulation, checkpointing), each on 1 rank and some
-on 2 and 4 under DDP over gloo, threads = cores / ranks. Each row is predicted, from a measured step
-and from the probe's rates of operator classes, and then trained at once, in processes of their own.
+Eighteen models (`unseen_models.py`: recurrent, depthwise, U-Net, transformers, DLRM, 1-D and
+transposed convolutions, mixer; Adam, fused, foreach, bf16, accumulation, checkpointing), each on 1
+rank and some on 2 and 4 under DDP over gloo, threads = cores / ranks. Each row is predicted, from a
+measured step and from the probe's rates of operator classes, and trained right after.
 
     python bench/predict_unseen.py --json [--quick] [--resume]
 
-Of each row: step time; peak memory of a process; the bytes that a rank sends per step, as a recorded
-run counts them; exposed communication, the difference between steps that reduce gradients and steps
-in `no_sync`, which alternate. Rows in which other processes used more than 0.25 cores, while the row
-was predicted or measured, are reported apart: bars are of the others. Rows are printed as they are
-done, and kept: ``--resume`` goes on behind them, with the machine that was probed at the begin.
-``operators alone`` is the prediction without the residual of whole steps, which says what the
-operators' times alone come to.
+Of each row: step time; peak memory of a process; the bytes that a rank sends per step, as a
+recorded run counts them; exposed communication, the difference between steps that reduce gradients
+and steps in `no_sync`, which alternate. Rows beside which other processes used more than 0.25 cores
+are marked and reported apart: bars are of the others. Rows are printed as they are done, and kept:
+``--resume`` goes on after them, with the machine that was probed at the begin. ``operators_alone_s``
+is the prediction without the residual of whole steps: what the operators' times alone come to.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from paceline.core.foreign_cpu import cpu_use
 
 HERE = Path(__file__).parent
 FOREIGN_CORES = 0.25
+RECORDED = 8  # steps of a recorded run
 ALONE = (
     *("lstm", "gru", "depthwise", "unet", "vit", "vit_batch_1", "gpt", "gpt_bf16"),
     *("gpt_checkpointing", "dlrm", "dlrm_sparse", "conv1d", "transposed", "mixer"),
@@ -48,73 +48,6 @@ ROWS = (*((name, 1) for name in ALONE), *TOGETHER)
 QUICK = (("vit", 1), ("mlp_fused", 1), ("mixer", 2))
 
 
-def train(name, rank, ranks, threads, meeting, seconds, recorded):
-    """Train one rank for about `seconds`; print its step times, memory and CPU time."""
-    import contextlib
-    import time
-
-    if not recorded:
-        cores = sorted(os.sched_getaffinity(0))
-        if 1 < ranks <= len(cores):
-            os.sched_setaffinity(0, cores[rank * threads :][:threads])
-    import torch
-    import torch.distributed as dist
-    import unseen_models
-    from torch.nn.parallel import DistributedDataParallel
-
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    step = getattr(unseen_models, name)()
-    if isinstance(step, tuple):
-        step = dict(zip(("module", "inputs", "target", "loss_fn", "optimizer"), step, strict=True))
-    module, inputs, accumulation = step["module"], step["inputs"], step.get("accumulation", 1)
-    if ranks > 1:
-        store = {} if recorded else {"init_method": f"file://{meeting}"}
-        dist.init_process_group("gloo", rank=rank, world_size=ranks, **store)
-        module = DistributedDataParallel(module)
-    optimizer = step["optimizer"](module.parameters())
-
-    def call():
-        if isinstance(inputs, dict):
-            return module(**inputs)["loss"]
-        output = module(*inputs) if isinstance(inputs, tuple) else module(inputs)
-        return step["loss_fn"](output, step["target"])
-
-    def run(reduces):
-        begin = time.perf_counter()
-        optimizer.zero_grad()
-        for number in range(accumulation):
-            is_last = number == accumulation - 1
-            kept = ranks == 1 or (reduces and is_last)
-            with contextlib.nullcontext() if kept else module.no_sync():
-                call().backward()
-        optimizer.step()
-        return time.perf_counter() - begin
-
-    if recorded:
-        for _ in range(8):
-            run(True)
-        return
-    steps, alone, count = [], [], None
-    warm, least = 6, 10
-    while count is None or len(steps) < count + warm:
-        steps.append(run(True))
-        if ranks > 1:
-            dist.barrier()
-            alone.append(run(False))
-            dist.barrier()
-        if len(steps) == warm:
-            each = torch.tensor(sorted(steps)[warm // 2])
-            if ranks > 1:
-                dist.all_reduce(each, dist.ReduceOp.MAX)
-            count = max(least, min(2000, int(seconds / each.item())))
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    peak = int(lines["VmHWM"].split()[0]) * 1024
-    print(json.dumps({"steps": steps[warm:], "alone": alone[warm:], "peak_bytes": peak}))
-    sys.stdout.flush()
-    os._exit(0)
-
-
 def run_ranks(name, ranks, cores, seconds):
     """Return what each rank of one training printed, and the cores that others used meanwhile."""
     threads = max(1, cores // ranks)
@@ -122,7 +55,7 @@ def run_ranks(name, ranks, cores, seconds):
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             subprocess.Popen(
-                [sys.executable, __file__, "--train", name]
+                [sys.executable, str(HERE / "unseen_ranks.py"), name]
                 + [str(value) for value in (rank, ranks, threads, f"{folder}/store", seconds)],
                 stdout=subprocess.PIPE,
                 text=True,
@@ -148,7 +81,7 @@ def sent_bytes(name, ranks, cores):
         run = Path(folder) / "run"
         command = [Path(sys.executable).parent / "paceline", "run", "-n", ranks, "--out", run]
         threads = max(1, cores // ranks)
-        command += [__file__, "--record", name, ranks, threads]
+        command += [HERE / "unseen_ranks.py", name, ranks, threads]
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
         if done.returncode:
             tell(f"  no trace of {name}: {done.stderr.strip().splitlines()[-1:]}")
@@ -286,18 +219,8 @@ def bars(report, rows):
 
 
 def main():
-    flags = options(
-        __doc__, "--train", "--record", switches={"--resume": "go on behind the rows that are done"}
-    )
-    if flags.train:
-        name, rank, ranks, threads, meeting, seconds = flags.train
-        train(name, int(rank), int(ranks), int(threads), meeting, float(seconds), recorded=False)
-        return 0
-    if flags.record:
-        name, ranks, threads = flags.record
-        rank = int(os.environ["RANK"])
-        train(name, rank, int(ranks), int(threads), "", 0.0, recorded=True)
-        return 0
+    switches = {"--resume": "go on after the rows that are done"}
+    flags = options(__doc__, switches=switches)
     report = Report("predict_unseen", flags.json)
     done = begin(report, resume=flags.resume, quick=flags.quick)
     known = {(row["model"], row["ranks"]) for row in done}

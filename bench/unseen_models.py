@@ -5,7 +5,7 @@ with are in `predict_small.py`.
 """
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812  # the name everybody knows it by
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
