@@ -87,13 +87,13 @@ def sent_bytes(name, ranks, cores):
             tell(f"  no trace of {name}: {done.stderr.strip().splitlines()[-1:]}")
             return None
         analysis = analyse(load_run(run))
-    return (
-        sum(
-            traffic.bytes * (2 * (ranks - 1) / ranks if traffic.operation == "all_reduce" else 1)
-            for traffic in analysis.traffic
-        )
-        / 8
-    )
+    # Broadcasts that happen less often than steps are DDP's, when it is made.
+    moved = [
+        traffic.bytes * (2 * (ranks - 1) / ranks if traffic.operation == "all_reduce" else 1)
+        for traffic in analysis.traffic
+        if traffic.operation == "all_reduce" or traffic.count >= RECORDED
+    ]
+    return sum(moved) / RECORDED
 
 
 def predictions(name, ranks, cores, machine):
@@ -220,12 +220,15 @@ def bars(report, rows):
 
 def main():
     switches = {"--resume": "go on after the rows that are done"}
-    flags = options(__doc__, switches=switches)
+    flags = options(__doc__, "--only", switches=switches)
     report = Report("predict_unseen", flags.json)
     done = begin(report, resume=flags.resume, quick=flags.quick)
     known = {(row["model"], row["ranks"]) for row in done}
     cores = report.machine.devices[0].cores
-    for name, ranks in QUICK if flags.quick else ROWS:
+    rows = QUICK if flags.quick else ROWS
+    if flags.only:  # as MODEL:RANKS
+        rows = [row for row in ROWS if f"{row[0]}:{row[1]}" in flags.only]
+    for name, ranks in rows:
         if (name, ranks) in known:
             continue
         row = row_of(name, ranks, cores, report.machine, quick=flags.quick)
