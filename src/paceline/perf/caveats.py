@@ -95,8 +95,18 @@ def warnings(
         *_does_not_fit(machine.devices[0], plan, needed_bytes),
         *_extrapolated(machine, plan),
         *_engine(plan),
+        *_evaluations(workload),
         *compute,
     )
+
+
+def _evaluations(workload: Workload) -> list[str]:
+    if workload.optimizer != "LBFGS":
+        return []
+    return [
+        "LBFGS: predicted with its largest number of iterations and a full history; an update "
+        "takes less when the loss converges, and more with a line search"
+    ]
 
 
 def _measured_beside(measured: MeasuredStep) -> list[str]:

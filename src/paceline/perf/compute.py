@@ -134,10 +134,28 @@ def step_compute(
         ready_s = phases["backward"].total_s
         gradients += [(size, ready_s) for size in reversed(layer.trained_bytes)]
     factor = oversubscription_factor(device, plan)
+    backward_s = phases["backward"].total_s
     return StepCompute(
         phases={phase: cost.times(factor) for phase, cost in phases.items()},
-        gradients=[(size, ready_s * factor) for size, ready_s in gradients],
+        gradients=[
+            (size, factor * in_last_pass(ready_s, backward_s, workload.accumulation))
+            for size, ready_s in gradients
+        ],
     )
+
+
+def in_last_pass(ready_s: float, backward_s: float, passes: int) -> float:
+    """Return when a gradient is ready that only the last of several backward passes reduces.
+
+    Args:
+        ready_s: at which part of the backward passes it is, as if they were one.
+        backward_s: seconds of all passes.
+        passes: how many there are.
+
+    >>> in_last_pass(2.0, 8.0, 1), in_last_pass(2.0, 8.0, 4)
+    (2.0, 6.5)
+    """
+    return backward_s - (backward_s - ready_s) / passes
 
 
 def _measured_compute(
@@ -160,13 +178,20 @@ def _measured_compute(
         phase: costs.framework_overhead_s("ddp", "wrapper", phase) if wrapped else 0.0
         for phase in COMPUTE_PHASES
     }
-    scale = seconds["backward"] / max(phases["backward"].total_s, 1e-12)
+    backward_s = phases["backward"].total_s
+    scale = seconds["backward"] / max(backward_s, 1e-12)
     return StepCompute(
         phases={
             phase: _scaled(cost, seconds[phase]) + OperatorCost(overhead_s=added_s[phase])
             for phase, cost in phases.items()
         },
-        gradients=[(size, added_s["backward"] + ready_s * scale) for size, ready_s in ready],
+        gradients=[
+            (
+                size,
+                added_s["backward"] + scale * in_last_pass(at, backward_s, workload.accumulation),
+            )
+            for size, at in ready
+        ],
     )
 
 

@@ -55,6 +55,8 @@ def estimate_here(
     if compute == "rates":
         return by_rates
     why_not = reason_not_to_measure(machine, plan, by_rates.needed_memory_bytes)
+    if workload.optimizer == "LBFGS":
+        why_not = "LBFGS runs the model as often as the values of the loss ask for"
     if why_not and compute == "measured":
         raise UsageError(
             "the step cannot be measured here",

@@ -151,7 +151,12 @@ def predict(
         plan = replace(plan, bucket_bytes=options.buckets)
     chooses = options.buckets == "auto"
     if options.resolved == "data" and options.batch is None and options.partitions in (None, 1):
-        captured = capture_splits(target, (), memory=options.fit_bytes is not None)
+        captured = capture_splits(
+            target,
+            (),
+            memory=options.fit_bytes is not None,
+            may_run=options.compute == "measured",
+        )
         workload = captured.workload
         plan = choose_buckets(machine, workload, plan) if chooses else plan
         predicted = estimate_here(machine, workload, plan, target, options.compute)

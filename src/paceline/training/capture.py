@@ -33,12 +33,13 @@ from paceline.core.workload import (
     SharedParameter,
     Workload,
 )
+from paceline.training import lbfgs
 from paceline.training.live_memory import LiveMemory
 from paceline.training.operators import bytes_of, tensors_in, works_of
 from paceline.training.source_line import source_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from paceline.core.machine import Phase
 
@@ -79,7 +80,11 @@ class TrainingStep:
 
 
 def capture(
-    step: TrainingStep, *, name: str = "", record: Callable[..., OperatorRecorder] | None = None
+    step: TrainingStep,
+    *,
+    name: str = "",
+    record: Callable[..., OperatorRecorder] | None = None,
+    runs: bool = False,
 ) -> Workload:
     """Return the Workload of one training step, without running it.
 
@@ -88,17 +93,23 @@ def capture(
         name: of the workload; by default the module's class.
         record: makes the recorder from the module, whose tensors are fake, and the inputs; None:
             one whose layers are the model's submodules.
+        runs: whether a copy of the model runs on its batch after all, as one that branches on
+            values of tensors has to.
 
     Raises:
         UsageError: the model needs values, not only shapes, to go on (data-dependent control flow),
             or returns no tensor to differentiate.
     """
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        module = fake_copy(step.module, fake)
-        inputs, target = fake_values(step.inputs, fake), fake_values(step.target, fake)
+        if runs:
+            mode: Any = contextlib.nullcontext()
+            module, inputs, target = copy.deepcopy(step.module), step.inputs, step.target
+        else:
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            module = fake_copy(step.module, mode)
+            inputs, target = fake_values(step.inputs, mode), fake_values(step.target, mode)
         recorder = record(module, inputs) if record else OperatorRecorder(module)
-        with fake, recorder.watching():
+        with mode, recorder.watching():
             optimizer = _run(recorder, module, inputs, target, step)
     except UsageError:
         raise
@@ -107,7 +118,8 @@ def capture(
             "the model cannot be captured",
             where=f"{type(step.module).__name__}; {source_line(problem)}",
             why=f"{type(problem).__name__}: {problem}",
-            fix="Check that a training step runs, and that no layer branches on tensor values",
+            fix="Check that a training step runs, and that no layer branches on tensor values; or "
+            "plan with --compute measured, which runs it",
         ) from problem
     batch = tensors_in(inputs)
     return Workload(
@@ -138,14 +150,15 @@ def _run(
     step: TrainingStep,
 ) -> torch.optim.Optimizer | None:
     optimizer = step.optimizer(module.parameters()) if step.optimizer else None
-    if optimizer is not None:
-        _check_optimizer(optimizer)
+    passes = step.accumulation * _evaluations(optimizer)
     _pass(recorder, module, inputs, target, step)
-    if step.accumulation > 1:  # the first pass makes the gradients, the others add to them
-        recorder.repeat(step.accumulation - 1)
+    if passes > 1:  # the first pass makes the gradients, the others add to them
+        recorder.repeat(passes - 1)
         _pass(recorder, module, inputs, target, step)
         recorder.repeat(1)
-    if optimizer is not None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        recorder.count_vectors(lbfgs.vector_calls(optimizer))
+    elif optimizer is not None:
         recorder.phase = None  # the first update also makes the state: not what a step costs
         optimizer.step()
         recorder.own_gradients()
@@ -212,15 +225,19 @@ def loss_in(output: Any) -> Any:
     return sum(tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad)
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose step runs the model, as often as the values of the loss ask for.
+def _evaluations(optimizer: torch.optim.Optimizer | None) -> int:
+    """Return how often an update runs the model: once before it, or as LBFGS does within it.
 
     Raises:
-        UsageError: its step cannot be called without a closure.
+        UsageError: another optimizer's step cannot be called without a closure.
     """
+    if optimizer is None:
+        return 1
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return lbfgs.evaluations(optimizer)
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is None or closure.default is not inspect.Parameter.empty:
-        return
+        return 1
     raise UsageError(
         f"a step of {type(optimizer).__name__} cannot be predicted",
         where=type(optimizer).__name__,
@@ -270,6 +287,8 @@ def fake_values(values: Any, fake: FakeTensorMode) -> Any:
 def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     if optimizer is None:
         return 0
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return lbfgs.state_bytes(optimizer)
     return sum(bytes_of(tensors_in(state)) for state in optimizer.state.values())
 
 
@@ -310,6 +329,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not
 
     def call(self, inputs: Any) -> Any:
         """Return the module's output for a batch."""
+        self._live.add(tensors_in(inputs))
         arguments, keywords = call_arguments(self._module, inputs)
         return self._module(*arguments, **keywords)
 
@@ -348,6 +368,12 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not
         """Let each call from now on stand for so many; the first pass alone keeps activations."""
         self._calls = calls
         self._saves = False
+
+    def count_vectors(self, calls: Iterable[lbfgs.VectorCalls]) -> None:
+        """Count an optimizer's operations on vectors of all parameters, which did not run."""
+        for equal in calls:
+            key = ("optimizer", "elementwise", "float32", 0, equal.bytes, "")
+            self._counts[""][key] += equal.calls
 
     def peak_bytes(self, state_bytes: int) -> int:
         """Return the most bytes that were alive in a step, the optimizer's state included."""

@@ -69,6 +69,7 @@ class CaptureRequest(WorkerMessage):
         splits: how to divide that batch, in addition to the function's own step.
         memory: whether to capture the order in which the step's tensors are needed, too.
         stages: whose order is captured in place of the step's; None: no stages.
+        may_run: whether a step that cannot be captured on fake tensors may run.
     """
 
     path: str
@@ -78,6 +79,7 @@ class CaptureRequest(WorkerMessage):
     splits: tuple[BatchDivision, ...] = ()
     memory: bool = False
     stages: StageDivision | None = None
+    may_run: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,6 +140,7 @@ def capture_splits(
     copies: int = 1,
     memory: bool = False,
     stages: StageDivision | None = None,
+    may_run: bool = False,
     deadline_s: float = CAPTURE_DEADLINE_S,
 ) -> CapturedStep:
     """Return the Workloads of the training step of ``FILE.py:FUNCTION``, its batch divided.
@@ -149,6 +152,8 @@ def capture_splits(
         copies: how often the function's batch is in that batch.
         memory: whether to capture the events of the function's own step, too.
         stages: whose events to capture, too.
+        may_run: whether a step that cannot be captured on fake tensors may run, as one of a model
+            that branches on values.
         deadline_s: for the import of torch, the user's function and all captures together.
 
     Raises:
@@ -169,6 +174,7 @@ def capture_splits(
             splits=tuple(splits),
             memory=memory,
             stages=stages,
+            may_run=may_run,
         ),
         answer=CapturedStep,
         name=f"capture of {target}",

@@ -106,7 +106,7 @@ def run(request: CaptureRequest) -> CapturedStep:
 
 
 def _capture(step: TrainingStep, request: CaptureRequest) -> CapturedStep:
-    workload = capture(step, name=request.function)
+    workload = _own_step(step, request)
     events = capture_events(step) if request.memory else None
     batch = request.batch or workload.batch * request.copies
     splits: dict[tuple[int, bool], Workload] = {}
@@ -122,6 +122,15 @@ def _capture(step: TrainingStep, request: CaptureRequest) -> CapturedStep:
         events=events,
         stage_events=_stage_events(step, request.stages) if request.stages else (),
     )
+
+
+def _own_step(step: TrainingStep, request: CaptureRequest) -> Workload:
+    try:
+        return capture(step, name=request.function)
+    except UsageError:
+        if not request.may_run:
+            raise
+    return capture(step, name=request.function, runs=True)
 
 
 def _with_process(captured: CapturedStep, process_bytes: int) -> CapturedStep:
