@@ -9,12 +9,14 @@ import click
 
 if TYPE_CHECKING:
     from paceline.core.allocator import AllocatorChoice
+    from paceline.core.measured_step import ComputeChoice
     from paceline.core.plan import CollectivesChoice, EngineChoice, PipelineChoice, StrategyChoice
 
 
 @click.command(
     epilog="""\b
 Example: paceline plan examples/digits_step.py:step -n 2
+  nothing runs: paceline plan examples/digits_step.py:step --compute rates
   in stages: paceline plan examples/digits_step.py:step -n 4 --strategy auto
 """
 )
@@ -84,6 +86,14 @@ Example: paceline plan examples/digits_step.py:step -n 2
     "with --partitions, of each stage.",
 )
 @click.option(
+    "--compute",
+    type=click.Choice(["auto", "measured", "rates"]),
+    default="auto",
+    help="measured: run a few steps here and time each distinct operator; rates: the machine's "
+    "rates of operator classes, nothing runs; auto: measured if the machine is this host and the "
+    "step runs [default: auto].",
+)
+@click.option(
     "--out",
     type=click.Path(path_type=Path),
     help="File to write the plan to, for paceline run --plan; an older plan there is replaced.",
@@ -104,6 +114,7 @@ def plan(
     schedule: PipelineChoice,
     batch: int | None,
     budget: str | None,
+    compute: ComputeChoice,
     out: Path | None,
     as_json: bool,
 ) -> None:
@@ -114,9 +125,10 @@ def plan(
 
     FUNCTION takes no argument and returns a tuple or dict of module, inputs, target, loss_fn and
     optimizer (a function of the parameters). The model is captured with fake tensors (shapes
-    without data): it is neither run nor changed. Warnings below the tables say what makes the
-    prediction less certain: too little memory, operators whose rate was not measured, a machine
-    that was busy while it was probed, an extrapolation.
+    without data). With --compute measured, and by default on the host that was probed, a few steps
+    run in processes of their own, as many at once as ranks. Warnings below the tables say what
+    makes the prediction less certain: too little memory, operators whose rate was not measured, a
+    machine that was busy while it was probed, an extrapolation.
     """
     from paceline.core.config import parse_size
     from paceline.core.file_kind import FileKind, prepare_output
@@ -141,6 +153,7 @@ def plan(
             batch=batch,
             fit_bytes=parse_size(budget) if budget else None,
             buckets="auto" if buckets == "auto" else parse_size(buckets) if buckets else None,
+            compute=compute,
         ),
     )
     assert planned.estimate is not None

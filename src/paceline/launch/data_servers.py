@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import logging
 import os
 import shutil
@@ -39,6 +38,7 @@ from paceline.core.errors import (
 )
 from paceline.core.files import commit_bytes, read_text
 from paceline.core.processes import signal_name
+from paceline.launch.local_folders import leftovers, lock_folder, make_locked
 from paceline.launch.rendezvous.addresses import open_data_listener
 from paceline.launch.rendezvous.messages import DataOffer, DataStart
 from paceline.native import RangeRequests, ServedCount, served_counts
@@ -59,7 +59,6 @@ _SLOTS, _SLOT_BYTES = 64, 1 << 20  # requests of a node at a time, and their lon
 _START_S = 60.0  # for a server to open its index and listen
 _END_S = 10.0  # for a server to end
 _PREFIX = "paceline-data-"
-_LOCK = "lock"
 
 
 class DataServers:
@@ -107,18 +106,24 @@ class DataServers:
         """
         if self._job.task is None:
             token = os.urandom(16).hex()
-            servers = tuple((f"127.0.0.1:{offer.port}",) for offer in self.offers)
+            own = [(f"127.0.0.1:{offer.port}",) for offer in self.offers]
+            servers: tuple[tuple[str, ...], ...] = (*own, *((),) * len(self._job.outputs))
             start = DataStart(servers=servers, number=0, offers=self.offers, token=token)
         token_file = self._job.resolved.config.data_token_file
         if start is not None and token_file:
             start = dataclasses.replace(start, token=read_text(Path(token_file)).strip())
-        if start is None or len(start.servers) != len(self._job.data):
+        count = len(self._job.data)
+        if start is None or len(start.servers) != count + len(self._job.outputs):
             raise UsageError(
                 "no server on this node has the data of this run",
                 where=f"task {self._job.task_number}",
                 why="the first task of each node serves them",
                 fix="Give all launchers of the run the same --data",
             )
+        # The outputs' come after these (output_servers.py).
+        start = dataclasses.replace(
+            start, servers=start.servers[:count], offers=start.offers[:count]
+        )
         self._start = start
         for pack, server in enumerate(self._servers):
             server.serve(start.servers[pack], start.number, start.token)
@@ -328,20 +333,19 @@ def _claim_local(data: RunData, config: RunConfig) -> tuple[Path, int, bool]:
         StorageError: it cannot be made.
     """
     parent = Path(config.data_folder or tempfile.gettempdir())
+    lock: int | None
     with storage_errors(
         "no local storage for data", where=parent, fix="Give another folder: --data-folder"
     ):
         if not config.data_folder:
-            _remove_leftovers(parent)
-            while True:  # another launcher may take a folder without a lock for a leftover
-                folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-                lock = _locked(folder)
-                if lock is not None and os.fstat(lock).st_nlink:
-                    break
+            for leftover in leftovers(parent, _PREFIX):
+                with leftover as left:
+                    shutil.rmtree(left, ignore_errors=True)
+            folder, lock = make_locked(parent, _PREFIX)
         else:
             folder = parent / f"{Path(data.place).name}-{data.identity[:12]}"
             folder.mkdir(parents=True, exist_ok=True)
-            lock = _locked(folder)
+            lock = lock_folder(folder)
     if lock is None:
         raise UsageError(
             "another data server uses this node's folder",
@@ -350,26 +354,3 @@ def _claim_local(data: RunData, config: RunConfig) -> tuple[Path, int, bool]:
             fix="Give each node storage of its own: --data-folder",
         )
     return folder.absolute(), lock, not config.data_folder
-
-
-def _remove_leftovers(parent: Path) -> None:
-    """Remove what runs left of which nothing was alive to remove it."""
-    for folder in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            if folder.stat().st_uid != os.getuid() or not (folder / _LOCK).exists():
-                continue
-            lock = _locked(folder)
-            if lock is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-                os.close(lock)
-
-
-def _locked(folder: Path) -> int | None:
-    """Return the lock of a folder, as a descriptor; None: another process has it."""
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        return None
-    return lock

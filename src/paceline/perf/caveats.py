@@ -10,9 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.core.estimate import UnpricedOperator
+from paceline.perf.interval import QUIET_CORES
 
 if TYPE_CHECKING:
     from paceline.core.machine import Device, Machine
+    from paceline.core.measured_step import MeasuredStep
     from paceline.core.plan import Plan
     from paceline.core.workload import Workload
     from paceline.perf.costs import CostModel
@@ -72,6 +74,7 @@ def warnings(
     plan: Plan,
     unpriced: tuple[UnpricedOperator, ...],
     needed_bytes: int,
+    measured: MeasuredStep | None = None,
 ) -> tuple[str, ...]:
     """Return the sentences of an Estimate.
 
@@ -81,15 +84,38 @@ def warnings(
         plan: how the model is spread over ranks and nodes.
         unpriced: operators whose rate was not measured.
         needed_bytes: memory of all ranks that share a device.
+        measured: the step from which compute was predicted; None: from rates of classes.
     """
+    compute = (
+        (*_not_measured(workload, unpriced), *_busy(machine), *_allocator(machine, plan))
+        if measured is None
+        else _measured_beside(measured)
+    )
     return (
         *_does_not_fit(machine.devices[0], plan, needed_bytes),
         *_extrapolated(machine, plan),
         *_engine(plan),
-        *_not_measured(workload, unpriced),
-        *_busy(machine),
-        *_allocator(machine, plan),
+        *_evaluations(workload),
+        *compute,
     )
+
+
+def _evaluations(workload: Workload) -> list[str]:
+    if workload.optimizer != "LBFGS":
+        return []
+    return [
+        "LBFGS: predicted with its largest number of iterations and a full history; an update "
+        "takes less when the loss converges, and more with a line search"
+    ]
+
+
+def _measured_beside(measured: MeasuredStep) -> list[str]:
+    if measured.foreign_cores <= QUIET_CORES:
+        return []
+    return [
+        f"measured while other processes used {measured.foreign_cores:.2f} cores: predicted times "
+        "may be too long; plan again when nothing else runs"
+    ]
 
 
 def _engine(plan: Plan) -> list[str]:

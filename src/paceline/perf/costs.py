@@ -38,6 +38,18 @@ if TYPE_CHECKING:
     from paceline.core.workload import Operation
 
 
+# Whose figures a class takes where the machine has none of its own, as of a probe of before.
+NEAREST_CLASS = {
+    "convolution_1d": "convolution",
+    "depthwise": "convolution",
+    "transposed": "convolution",
+    "recurrent": "matmul",
+    "group_norm": "layer_norm",
+    "upsampling": "pooling",
+    "embedding_bag": "embedding",
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorCost:
     """Seconds of operator calls, by what bounds them."""
@@ -143,7 +155,7 @@ class CostModel:
 
         A class without an overhead of its own in this phase has that of elementwise operators.
         """
-        for name in (operator, "elementwise"):
+        for name in (operator, NEAREST_CLASS.get(operator, operator), "elementwise"):
             same = [
                 overhead
                 for overhead in self._device.overheads
@@ -193,9 +205,10 @@ class CostModel:
         )
 
     def _find_rates(self, operator: str, phase: str, dtype: str) -> list[tuple[Rate, float]]:
-        def distance(rate: Rate) -> tuple[bool, bool, bool, bool, bool, int, float]:
+        def distance(rate: Rate) -> tuple[bool, bool, bool, bool, bool, bool, int, float]:
             return (
                 rate.operator != operator,
+                rate.operator != NEAREST_CLASS.get(operator, operator),
                 rate.operator != "elementwise",
                 rate.dtype != dtype,
                 rate.phase != phase,

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Literal
 
 from paceline.core.errors import UsageError
 from paceline.core.estimate import PlanCandidate
+from paceline.core.measured_step import ComputeChoice
 from paceline.core.plan import Mesh, PipelineChoice, Plan, StrategyChoice
 from paceline.core.plan_file import PlanFile
 from paceline.perf import choose_buckets, divide, estimate
 from paceline.perf.out_of_core import fit, fit_stages
 from paceline.probe.machine_file import load_machine
+from paceline.studies.measured_estimate import estimate_here
 from paceline.training.capture_process import BatchDivision, StageDivision, capture_splits
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ _AUTO_MICROBATCHES = (1, 2, 4)  # per stage; more make operators small before th
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyOptions:
-    """How ranks share the model and the batch.
+    """How ranks share the model and the batch, and what the price of compute rests on.
 
     Attributes:
         strategy: ``data``: each rank has the whole model; ``model``: each has a stage of it;
@@ -43,6 +45,9 @@ class StrategyOptions:
         fit_bytes: memory budget of each rank; None: none.
         buckets: bytes of gradients that are reduced in one collective; ``auto``: what is predicted
             to be fastest; None: torch's default.
+        compute: ``measured`` runs a few steps here and times their operators; ``rates`` takes the
+            machine's rates of operator classes; ``auto`` measures where the machine is this host,
+            the ranks have the whole model and the function's batch, and the step runs.
     """
 
     strategy: StrategyChoice | None = None
@@ -52,6 +57,7 @@ class StrategyOptions:
     batch: int | None = None
     fit_bytes: int | None = None
     buckets: int | Literal["auto"] | None = None
+    compute: ComputeChoice = "auto"
 
     def __post_init__(self) -> None:
         if self.fit_bytes is not None and self.fit_bytes < 1:
@@ -145,14 +151,25 @@ def predict(
         plan = replace(plan, bucket_bytes=options.buckets)
     chooses = options.buckets == "auto"
     if options.resolved == "data" and options.batch is None and options.partitions in (None, 1):
-        captured = capture_splits(target, (), memory=options.fit_bytes is not None)
+        captured = capture_splits(
+            target,
+            (),
+            memory=options.fit_bytes is not None,
+            may_run=options.compute == "measured",
+        )
         workload = captured.workload
         plan = choose_buckets(machine, workload, plan) if chooses else plan
-        predicted = estimate(machine, workload, plan)
+        predicted = estimate_here(machine, workload, plan, target, options.compute)
         if options.fit_bytes is not None and captured.events is not None:
             found = fit(machine, workload, plan, captured.events, options.fit_bytes)
             predicted = replace(predicted, memory_fit=found)
         return PlanFile(plan=plan, estimate=predicted, workload=workload)
+    if options.compute == "measured":
+        raise UsageError(
+            "a step is measured with the whole model and the function's batch",
+            where=f"paceline plan --compute measured --strategy {options.resolved}",
+            fix="Leave out --batch, --strategy and --partitions, or plan with --compute rates",
+        )
     if options.fit_bytes is not None:
         _check_fit(options, engine)
     shapes = _shapes(options, ranks)

@@ -63,7 +63,7 @@ class TorchCollector:
             recorder, self.loop, self.in_flight, self.marks, self.available, self.hooks
         )
         self.host = HostRecorder(recorder, self.loop, self.phases)
-        self.pipeline = PipelineRecorder(recorder, self.hooks)
+        self.pipeline = PipelineRecorder(recorder, self.hooks, self.marks)
         self.sampler = StackSampler(recorder, self.loop)
         self.marks.on_first = self.sampler.start
 

@@ -91,6 +91,10 @@ class StepMarks:
         """Note that a backward pass ended which nothing encloses."""
         self._went_backward = True
 
+    def within_batch(self) -> None:
+        """Note that the next forward pass is of the same batch as the last backward pass."""
+        self._went_backward = False
+
     def _end(self, name: int, number: int) -> None:
         self._went_backward = False
         if self.on_step is not None:
