@@ -268,8 +268,8 @@ std::uint32_t RangeRequests::ask(std::uint32_t number, std::uint32_t shard, std:
   header().asked.fetch_add(1, std::memory_order_release);
   futex_wake(header().asked, 1);
   auto& peak = header().counts[static_cast<std::size_t>(ServedCount::peak_queue)];
-  const std::uint64_t length = queue_length();  // a race loses a peak, no more
-  if (length > peak.load(std::memory_order_relaxed)) peak.store(length, std::memory_order_relaxed);
+  const std::uint64_t queued = queue_length();  // a race loses a peak, no more
+  if (queued > peak.load(std::memory_order_relaxed)) peak.store(queued, std::memory_order_relaxed);
   return owner;
 }
 
