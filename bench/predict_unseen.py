@@ -172,7 +172,7 @@ def state_folder():
 def begin(report, *, resume, quick):
     """Return the machine, and the rows that are there already."""
     from paceline.core.machine_file import read_machine
-    from paceline.probe.measure import measure
+    from paceline.probe.measure import measure, measure_collectives, with_collectives
 
     folder = state_folder()
     rows, machine = folder / "rows.jsonl", folder / "machine.json"
@@ -184,7 +184,9 @@ def begin(report, *, resume, quick):
         return kept
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as place:
-        report.machine = measure(Path(place), quick=quick, on_progress=tell)
+        probed = measure(Path(place), quick=quick, on_progress=tell)
+    costs = () if quick else measure_collectives((4,), on_progress=tell)
+    report.machine = with_collectives(probed, costs)
     machine.write_text(report.machine.to_text())
     rows.write_text("")
     return []
