@@ -371,9 +371,19 @@ def decode_s(
     dictionary: bytes,
 ) -> float: ...
 
+class TlsContext:
+    def __init__(self, token: bytes) -> None: ...
+
 class PeerServer:
     def __init__(
-        self, host: str, port: int, token: bytes, pack: bytes, threads: int = 1, listener: int = -1
+        self,
+        host: str,
+        port: int,
+        token: bytes,
+        pack: bytes,
+        threads: int = 1,
+        listener: int = -1,
+        tls: TlsContext | None = None,
     ) -> None: ...
     @property
     def port(self) -> int: ...
@@ -409,7 +419,13 @@ class PeerLink:
     @property
     def is_open(self) -> bool: ...
     def connect(
-        self, host: str, port: int, token: bytes, pack: bytes, wait_s: float
+        self,
+        host: str,
+        port: int,
+        token: bytes,
+        pack: bytes,
+        wait_s: float,
+        tls: TlsContext | None = None,
     ) -> tuple[str, str, bytes]: ...
     def ask_card(self, wait_s: float, caller: bytes = ...) -> tuple[str, str, bytes]: ...
     def fetch(

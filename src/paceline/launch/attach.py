@@ -86,6 +86,9 @@ def start(run: Path, rank: int, world_size: int) -> None:
     # threads and cores are set.
     collector = importlib.import_module(COLLECTOR).TorchCollector(recorder)
     collector.install()
+    served = served_packs(environment())
+    if served and environment().get("LOCAL_RANK", "0") == "0":  # counts are those of the node
+        collector.see_served_data(pack.requests for pack in served)
     _recording = _Recording(os.getpid(), run, rank, collector, recorder)
 
 
