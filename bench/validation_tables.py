@@ -211,7 +211,10 @@ def torchtitan(folder):
         name = f"{row['model']} {row['parallelism']} {seq} {row['precision']} {row['recompute']}"
         case = Case("torchtitan", f"{name} {row['table']}", machine)
         cases.append(case)
-        axes = {key: int(value) for key, value in re.findall(r"(FSDP|TP|PP|CP)(\d+)", row["parallelism"])}  # noqa: E501
+        axes = {
+            key: int(value)
+            for key, value in re.findall(r"(FSDP|TP|PP|CP)(\d+)", row["parallelism"])
+        }  # noqa: E501
         tp, pp, cp = (axes.get(axis, 1) for axis in ("TP", "PP", "CP"))
         dp = axes.get("FSDP", 1)
         if dp * tp * pp * cp != gpus:
@@ -278,7 +281,11 @@ def bigscience_a100(folder):
     for row in read(folder, "bigscience_a100_200B_2048seq.csv"):
         line = int(row["source"].rsplit(" ", 1)[1])
         shape = SHAPES.get(str(line))
-        case = Case("bigscience a100", f"line {line} {row['Size']} DP{row['DP']} TP{row['TP']} PP{row['PP']} MBS{row['MBS']}", "jean-zay-a100")  # noqa: E501
+        case = Case(
+            "bigscience a100",
+            f"line {line} {row['Size']} DP{row['DP']} TP{row['TP']} PP{row['PP']} MBS{row['MBS']}",
+            "jean-zay-a100",
+        )  # noqa: E501
         cases.append(case)
         sizes = [number(row[key]) for key in ("DP", "TP", "PP", "MBS", "GBS", "Sec/it")]
         if None in sizes or shape is None:

@@ -124,7 +124,8 @@ def plan(
     each rank, and the order in which they compute microbatches is replayed.
 
     FUNCTION takes no argument and returns a tuple or dict of module, inputs, target, loss_fn and
-    optimizer (a function of the parameters). The model is captured with fake tensors (shapes
+    optimizer (a function of the parameters). A JSON file with a Workload, or a plan file with one,
+    takes its place where torch is not installed. The model is captured with fake tensors (shapes
     without data). With --compute measured, and by default on the host that was probed, a few steps
     run in processes of their own, as many at once as ranks. Warnings below the tables say what
     makes the prediction less certain: too little memory, operators whose rate was not measured, a

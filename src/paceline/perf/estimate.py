@@ -68,9 +68,9 @@ def estimate(
         )
     if measured is not None:
         check_measured(measured, plan)
-    step = _predict(machine, workload, plan, measured)
-    step_s = step.breakdown.total_s
     costs = cost_model(machine, workload, plan)
+    step = _predict(costs, machine, workload, plan, measured)
+    step_s = step.breakdown.total_s
     interval = step_interval(machine, workload, plan, costs, step.breakdown, measured)
     available_bytes = machine.devices[0].memory_bytes.value
     return Estimate(
@@ -101,11 +101,14 @@ def estimate(
 
 
 def _predict(
-    machine: Machine, workload: Workload, plan: Plan, measured: MeasuredStep | None
+    costs: CostModel,
+    machine: Machine,
+    workload: Workload,
+    plan: Plan,
+    measured: MeasuredStep | None,
 ) -> StepPrediction:
     if plan.mesh.pipeline > 1:
         return predict_pipeline(machine, workload, plan)
-    costs = cost_model(machine, workload, plan)
     breakdown, compute = _breakdown(costs, machine, workload, plan, measured)
     unpriced = unpriced_operators(costs, workload, breakdown.total_s) if measured is None else ()
     memory = memory_bytes(workload, plan, measured)

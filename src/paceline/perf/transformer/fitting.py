@@ -212,9 +212,7 @@ def _cost(
     return float(robust.sum() + (((place - centre) / width) ** 2).sum() / 2)
 
 
-def _efficiency(
-    place: NDArray[np.float64], spread: NDArray[np.float64], count: int
-) -> Efficiency:
+def _efficiency(place: NDArray[np.float64], spread: NDArray[np.float64], count: int) -> Efficiency:
     figures = {}
     for name, value, deviation in zip(FIGURES, place, spread, strict=True):
         figures[name] = Quantity(

@@ -175,9 +175,7 @@ def _costs(
     )
 
 
-def _messages_s(
-    plan: Plan, network: Network, stride: int, size_bytes: float
-) -> tuple[float, ...]:
+def _messages_s(plan: Plan, network: Network, stride: int, size_bytes: float) -> tuple[float, ...]:
     """Return the seconds of the message after each stage of the model but the last.
 
     Interleaved stages go round, so that the last rank sends to the first one.
@@ -188,9 +186,7 @@ def _messages_s(
     return tuple(([*once, round_s] * plan.stages_per_rank)[:-1])
 
 
-def _output_products(
-    model: Architecture, plan: Plan, microbatch: float
-) -> tuple[Product, ...]:
+def _output_products(model: Architecture, plan: Plan, microbatch: float) -> tuple[Product, ...]:
     tokens = microbatch * model.sequence / plan.mesh.context
     rows = microbatch if model.patch_inputs else tokens
     share = -(-model.vocab // (64 * plan.mesh.tensor)) * 64  # padded, as trainers do
