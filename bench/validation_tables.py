@@ -30,6 +30,7 @@ class Case:
     candidates: list = field(default_factory=list)  # plans, where the source does not say which
     memory: dict = field(default_factory=dict)  # measured, by kind
     excluded: str = ""
+    is_fit: bool = True  # may be fitted; not if another program trained than in other rows
 
 
 def read(folder, name):
@@ -150,6 +151,7 @@ def sc21(folder):
             f"T2 {row['scheme']} {row['params_b']}B {gpus} GPUs", "selene",
             MeasuredStep(model=model, plan=plans[0], batch=batch, step_s=step_s), plans,
         )  # fmt: skip
+        case.is_fit = row["scheme"] != "ZeRO-3"
         cases.append(case)
     return cases
 

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from paceline.core.plan import Mesh
 
 NETWORK = "network"
-# Of the bandwidth that collectives reach: a message between two ranks is one flow, which begins
-# when both are ready, whereas a ring keeps many flows going.
-MESSAGE_SHARE = 0.7
 _NOT_BETWEEN_DEVICES = (NETWORK, "host", "loopback")
 
 
@@ -156,7 +153,7 @@ class Network:
         if level is None:
             return 0.0
         senders = min(stride, self.node_devices) if level.shared else 1
-        return level.latency_s + size_bytes * level.s_per_byte * senders / MESSAGE_SHARE
+        return level.latency_s + size_bytes * level.s_per_byte * senders
 
 
 def _level(link: Link | None, efficiency: float) -> Level | None:
