@@ -17,8 +17,6 @@ not. A row that is new to that folder is the stricter test.
 """
 
 import argparse
-import json
-import math
 import statistics
 import subprocess
 import sys
@@ -184,7 +182,7 @@ def step_times_of_tables(report, fit_folder, test_folder):
 
 
 def memory_of_tables(report, folder):
-    """Korthikanti's figures are the mean over ranks, of layers alone where activations are asked."""
+    """Compare memory: parameters as the mean over ranks, activations of layers alone."""
     _, _, cases = timed_cases(folder)
     errors, peaks = [], defaultdict(list)
     for case in cases:
@@ -200,7 +198,9 @@ def memory_of_tables(report, folder):
             elif kind == "relative":
                 plain = replace(step.plan, sequence_parallel=False, recompute="none")
                 only = rank_memory(step.model, plain, microbatch, machine.devices[0])
-                plan = replace(step.plan, recompute="none" if "both" not in case.row else "selective")
+                plan = replace(
+                    step.plan, recompute="none" if "both" not in case.row else "selective"
+                )
                 part = rank_memory(step.model, plan, microbatch, machine.devices[0])
                 value = part[0]["activations"] / only[0]["activations"]
                 errors.append(value / measured - 1)

@@ -9,7 +9,6 @@ import contextlib
 import json
 import socket
 from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.config import cache_folder
@@ -21,6 +20,7 @@ from paceline.core.record import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 
 def machine_path(environ: Mapping[str, str] | None = None) -> Path:
@@ -63,16 +63,3 @@ def library_machine(name: str) -> Machine:
         )
     entry = resources.files("paceline") / "machines" / f"{name}.json"
     return Machine.from_text(entry.read_text("utf-8"), where=f"machine {name}")
-
-
-def find_machine(name: str) -> Machine:
-    """Return the machine in the file `name`, or else that of the library.
-
-    Raises:
-        NotFound: there is neither.
-        ConfigError: the file is not a machine's.
-    """
-    path = Path(name)
-    if path.exists() or path.suffix == ".json" or len(path.parts) > 1:
-        return read_machine(path)
-    return library_machine(name)

@@ -22,6 +22,8 @@ import numpy as np
 
 from paceline.core.errors import UsageError
 from paceline.core.machine import Efficiency, Quantity
+from paceline.core.plan import Plan
+from paceline.perf.transformer.architecture import Architecture
 from paceline.perf.transformer.efficiency import FIGURES, efficiency_of
 from paceline.perf.transformer.network import NETWORK
 from paceline.perf.transformer.step import step_times
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.core.machine import Machine
-    from paceline.core.plan import Plan
-    from paceline.perf.transformer.architecture import Architecture
 
 MODEL_ERROR = 0.03  # expected of the model, relative
 _HUBER = 2.0  # standard deviations from which an equation counts less
@@ -161,7 +161,7 @@ def _pooled_figure(prior: Quantity, found: Sequence[Quantity]) -> Quantity:
 
 
 def _width(quantity: Quantity) -> float:
-    """Return the standard deviation of a figure's logarithm; its interval is twice that each way."""
+    """Return the standard deviation of a logarithm; the interval is twice that each way."""
     if not quantity.low or not quantity.high:
         return 0.1
     return max(math.log(quantity.high / quantity.low) / 4, 1e-3)
@@ -267,9 +267,7 @@ def _cost(
     return float(robust.sum() + (((place - centre) / width) ** 2).sum() / 2)
 
 
-def _efficiency(
-    place: NDArray[np.float64], spread: NDArray[np.float64], count: int
-) -> Efficiency:
+def _efficiency(place: NDArray[np.float64], spread: NDArray[np.float64], count: int) -> Efficiency:
     figures = {}
     for name, value, deviation in zip(FIGURES, place, spread, strict=True):
         figures[name] = Quantity(

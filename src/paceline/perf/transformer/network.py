@@ -85,9 +85,7 @@ class Network:
                 why=f"its levels: {', '.join(link.level for link in machine.links) or 'none'}",
                 fix="Add a link of the level 'network' to the machine file, or probe two nodes",
             )
-        inside = next(
-            (link for link in machine.links if link.level not in _NOT_BETWEEN_DEVICES), None
-        )
+        inside = machine.link(inside_level(machine))
         taper, fabric = 1.0, machine.fabric
         if fabric and fabric.taper and 0 < fabric.group_nodes < nodes:
             taper = fabric.taper.value
@@ -154,6 +152,12 @@ class Network:
             return 0.0
         senders = min(stride, self.node_devices) if level.shared else 1
         return level.latency_s + size_bytes * level.s_per_byte * senders
+
+
+def inside_level(machine: Machine) -> str:
+    """Return the level of the links between devices of a node; ``node`` if there is none."""
+    levels = (link.level for link in machine.links if link.level not in _NOT_BETWEEN_DEVICES)
+    return next(levels, "node")
 
 
 def _level(link: Link | None, efficiency: float) -> Level | None:
