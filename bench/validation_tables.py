@@ -95,7 +95,8 @@ def korthikanti(folder):
 
 def sc21_flops(batch, seq, layers, hidden, vocab):
     """Narayanan et al. SC 2021, appendix: FLOPs of a step with full recomputation."""
-    return 96 * batch * seq * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))  # fmt: skip
+    rest = 1 + seq / (6 * hidden) + vocab / (16 * layers * hidden)
+    return 96 * batch * seq * layers * hidden**2 * rest
 
 
 def sc21_candidates(
