@@ -18,6 +18,8 @@ from paceline.report.units import (
 from paceline.report.words import phase_label, printable
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from paceline.core.estimate import Estimate
 
 
@@ -37,7 +39,7 @@ def render_transformer(estimate: Estimate, flops_per_sample: float) -> Group:
             (mesh.context, "context"))  # fmt: skip
     shape = " x ".join(f"{count} {name}" for count, name in axes if count > 1) or "1 rank"
     rate = flops_per_sample * estimate.batch / estimate.step_time_s / mesh.world_size
-    lines = [
+    lines: list[RenderableType] = [
         Text(
             f"{printable(estimate.workload)} on {printable(estimate.machine)}: "
             f"{step} ({low} to {high}, 90 %), "
