@@ -311,12 +311,12 @@ def _planned_precision(plan: Plan | None) -> Precision:
     """Return the precision of a plan; without one 32 bits.
 
     Raises:
-        ConfigError: it can be predicted, not trained with.
+        UsageError: it can be predicted, not trained with.
     """
     if plan is None:
         return "float32"
     if plan.precision == "float8":
-        raise ConfigError(
+        raise UsageError(
             "a plan has precision float8, which prepare does not train with",
             where="prepare",
             fix="Give precision='bfloat16', or plan with it",
