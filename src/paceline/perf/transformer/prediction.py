@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from paceline.core.machine import Efficiency, Machine
     from paceline.core.plan import Plan
     from paceline.perf.transformer.architecture import Architecture
-    from paceline.perf.transformer.step import StepTimes
+    from paceline.perf.transformer.step import StepSeconds
 
 # Error of the model where the efficiency is known: mean over rows of published tables that were
 # not fitted, bench/validate_perf.py.
@@ -134,7 +134,7 @@ def _slopes(
     plan: Plan,
     batch: int,
     reached: Efficiency,
-    times: StepTimes,
+    times: StepSeconds,
 ) -> dict[str, float]:
     """Return the change of the step's logarithm with that of each figure."""
     slopes = {}

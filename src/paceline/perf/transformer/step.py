@@ -26,8 +26,8 @@ from paceline.perf.transformer.efficiency import efficiency_of
 from paceline.perf.transformer.lanes import LaneTask, pass_s
 from paceline.perf.transformer.layer import ACTIVATION_BYTES, Product, layer_work
 from paceline.perf.transformer.memory import rank_parameters, stage_layer_counts
-from paceline.perf.transformer.network import Group, Network, strides
-from paceline.perf.transformer.pipelining import StageTimes, batch_s
+from paceline.perf.transformer.network import Network, RankGroup, strides
+from paceline.perf.transformer.pipelining import StagePasses, batch_s
 from paceline.perf.transformer.pricing import DeviceRates, layer_seconds
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ ACCUMULATE_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class StepSeconds:
     """Seconds of a predicted step.
 
     Attributes:
@@ -124,7 +124,7 @@ def step_times(
     batch: int,
     efficiency: Efficiency | None = None,
     stretch: float | None = None,
-) -> StepTimes:
+) -> StepSeconds:
     """Return the predicted seconds of a step.
 
     Args:
@@ -133,7 +133,7 @@ def step_times(
         plan: how it is spread.
         batch: samples of a step over all replicas.
         efficiency: instead of the machine's own; `fitting` varies it.
-        stretch: `StepTimes.stretch` of a similar prediction, which saves the schedule's replay.
+        stretch: `StepSeconds.stretch` of a similar prediction, which saves the schedule's replay.
 
     Raises:
         UsageError: the plan does not fit the model or the machine, which may lack a figure.
@@ -205,11 +205,11 @@ def _combined(
     rates: DeviceRates,
     network: Network,
     stretch: float | None,
-) -> StepTimes:
+) -> StepSeconds:
     mesh, counts, count = plan.mesh, stage_layer_counts(model, plan), plan.microbatch_count
     replicas = network.group(mesh.data * mesh.context, mesh.tensor)
     forward_s, backward_s = _stage_passes(model, plan, costs, network, replicas)
-    times = StageTimes(forward_s, backward_s)
+    times = StagePasses(forward_s, backward_s)
     busy_s = count * max(
         sum(forward_s[rank :: mesh.pipeline]) + sum(backward_s[rank :: mesh.pipeline])
         for rank in range(mesh.pipeline)
@@ -242,11 +242,11 @@ def _combined(
         "parameters": gathers_s,
         "gradients": exposed_s,
     }
-    return StepTimes(breakdown, exposed, pipeline_s / busy_s)
+    return StepSeconds(breakdown, exposed, pipeline_s / busy_s)
 
 
 def _stage_passes(
-    model: Architecture, plan: Plan, costs: _Costs, network: Network, replicas: Group
+    model: Architecture, plan: Plan, costs: _Costs, network: Network, replicas: RankGroup
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the seconds of each stage's forward and backward pass of one microbatch."""
     counts = stage_layer_counts(model, plan)
@@ -273,7 +273,7 @@ def _stage_passes(
     return tuple(forward), tuple(backward)
 
 
-def _reduction_s(plan: Plan, parameters: float, network: Network, replicas: Group) -> float:
+def _reduction_s(plan: Plan, parameters: float, network: Network, replicas: RankGroup) -> float:
     """Return the seconds of reducing a rank's gradients once a step; ZeRO-3 does it by layer."""
     if replicas.ranks == 1 or plan.zero == 3:
         return 0.0

@@ -16,7 +16,7 @@ from paceline.perf.transformer.network import NETWORK, strides
 if TYPE_CHECKING:
     from paceline.core.plan import Plan
     from paceline.perf.transformer.architecture import Architecture
-    from paceline.perf.transformer.network import Group, Network
+    from paceline.perf.transformer.network import Network, RankGroup
 
 
 def link_bytes(
@@ -39,7 +39,7 @@ def link_bytes(
     passes = 6 if work.recompute_all else 4
     total = {inside: 0.0, NETWORK: 0.0}
 
-    def ring(group: Group, size_bytes: float) -> None:
+    def ring(group: RankGroup, size_bytes: float) -> None:
         sent = size_bytes * (group.ranks - 1) / group.ranks
         across = 1 / group.per_node if group.nodes > 1 else 0.0
         total[NETWORK] += sent * across
