@@ -136,20 +136,16 @@ def live_layers(plan: Plan, stage_layers: tuple[int, ...], microbatches: int) ->
 def _live_in_closed_form(
     plan: Plan, stage_layers: tuple[int, ...], microbatches: int
 ) -> tuple[int, ...]:
-    """Return `live_layers` of 1F1B and of the interleaved order; a test compares the two."""
+    """Return `live_layers` of 1F1B and of the interleaved order.
+
+    Exact where a rank's stages have equal numbers of layers, else at most too many.
+    """
     ranks, chunks = plan.mesh.pipeline, plan.stages_per_rank
     found = []
     for rank in range(ranks):
-        own = stage_layers[rank::ranks]
         warm_up = ranks - 1 - rank
         if chunks > 1:
             warm_up = 2 * warm_up + (chunks - 1) * ranks
         live = min(warm_up + 1, microbatches * chunks)
-        turns, rest = divmod(live, ranks * chunks)
-        layers = turns * ranks * sum(own)
-        for layers_of_chunk in own:
-            taken = min(rest, ranks)
-            layers += taken * layers_of_chunk
-            rest -= taken
-        found.append(layers)
+        found.append(live * max(stage_layers[rank::ranks]))
     return tuple(found)
