@@ -135,6 +135,13 @@ class OutputNames:
             mode=stat.S_IMODE(found.st_mode),
         )
 
+    def is_published_here(self, path: str) -> bool:
+        """Return whether a path means a file that was written on this node."""
+        try:
+            return stat.S_ISREG((self._tree / path).lstat().st_mode)
+        except OSError:
+            return False
+
     def open_own(self, path: str, identity: str, size: int) -> int:
         """Return a descriptor of a file that was written here.
 
@@ -195,6 +202,8 @@ class OutputNames:
             copy.chmod(change.mode)
             os.utime(copy, ns=(change.mtime_ns, change.mtime_ns))
             self._point(path, copy)
+            if before == copy:  # the same change once more, after a server was killed
+                return
         self._forget(before)
 
     def _rename(self, path: Path, to: Path) -> None:
