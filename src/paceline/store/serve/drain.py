@@ -142,7 +142,7 @@ class Drain:
             return
         begun = self._tree.with_name(f"{TREE}-begun")
         begun.mkdir(exist_ok=True)
-        for name, entry in _walk(self._target):
+        for name, entry in walk(self._target):
             place = begun / name
             if entry.is_dir(follow_symlinks=False):
                 place.mkdir(exist_ok=True)
@@ -176,7 +176,7 @@ class Drain:
 
     def remove_stale(self) -> None:
         """Remove what writers left that were killed before they closed a file."""
-        for name, entry in _walk(self._tree, hidden=True):
+        for name, entry in walk(self._tree, hidden=True):
             if entry.name.startswith(HIDDEN):
                 _remove_unlocked(self._tree / name)
 
@@ -186,7 +186,7 @@ class Drain:
         What is renamed while this looks is seen by the next step.
         """
         folders, files, elsewhere = set(), {}, set()
-        for name, entry in _walk(self._tree):
+        for name, entry in walk(self._tree):
             with suppress(FileNotFoundError):
                 if entry.is_dir(follow_symlinks=False):
                     folders.add(name)
@@ -382,7 +382,7 @@ def drain_error(target: str, folder: str, problems: dict[str, str]) -> StorageEr
     )
 
 
-def _walk(top: Path, *, hidden: bool = False) -> Iterator[tuple[str, os.DirEntry[str]]]:
+def walk(top: Path, *, hidden: bool = False) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """Yield what is below a folder, by its path from there; a folder before what is in it."""
     waiting = [""]
     while waiting:

@@ -18,12 +18,10 @@ import fcntl
 import os
 import stat
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from pathlib import Path
+from typing import Any, Literal, Self
 
-from paceline.store.serve.drain import HIDDEN, TREE
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from paceline.store.serve.drain import HIDDEN, TREE, walk
 
 COPIES, EMPTY = "copies", "empty"
 
@@ -103,6 +101,16 @@ class OutputNames:
         """Return where the file of a path is while it is written."""
         place = self._tree / path
         return place.with_name(HIDDEN + place.name)
+
+    def written(self) -> list[str]:
+        """Return the paths that programs of this node write now."""
+        hidden = [
+            Path(name)
+            for name, entry in walk(self._tree, hidden=True)
+            if entry.name.startswith(HIDDEN)
+        ]
+        paths = [str(path.with_name(path.name.removeprefix(HIDDEN))) for path in hidden]
+        return [path for path in paths if self.is_written(path)]
 
     def is_written(self, path: str) -> bool:
         """Return whether a program of this node writes a file now."""

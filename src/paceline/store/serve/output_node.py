@@ -94,8 +94,10 @@ class OutputNode:
         self._claims: dict[str, int] = {}
         self._interrupted = folder / _CHANGE
         self._tellers = ThreadPoolExecutor(max(1, min(64, len(nodes))), "paceline-tell")
+        was_killed = (folder / SOCKET).exists()
         self._programs = _listen(folder / SOCKET)
-        self._recover()
+        if was_killed and self._leader == number:
+            self._recover()
         OutputListener(listener, token, self._answer_node)
         for _ in range(_PROGRAMS):
             threading.Thread(target=self._serve, name="paceline-programs", daemon=True).start()
@@ -199,9 +201,7 @@ class OutputNode:
         message = {"do": "change", "node": self._number, **change.to_json()}
         return self._ask_leader(message, is_again=is_again, done=done)
 
-    def _ask_leader(
-        self, message: dict[str, Any], *, is_again: bool = False, done: int = 0
-    ) -> int:
+    def _ask_leader(self, message: dict[str, Any], *, is_again: bool = False, done: int = 0) -> int:
         """Return the answer of the node that orders changes: 0 or an errno.
 
         It is asked again if its server is killed meanwhile; the answer `done` then says that the
@@ -287,7 +287,12 @@ class OutputNode:
         return 0
 
     def _recover(self) -> None:
-        """Make the change once more during which a server before this one was killed."""
+        """Take over from a server that was killed: who writes what, and the change it was making."""
+        self._claims = dict.fromkeys(self.names.written(), self._number)
+        for node, link in self._links.items():
+            with suppress(PacelineError):
+                said = link.call({"do": "written"}, _WAIT_S)
+                self._claims.update(dict.fromkeys(map(str, said["paths"]), node))
         try:
             change = NameChange.from_json(json.loads(self._interrupted.read_text()))
         except (FileNotFoundError, ValueError):  # none, or not begun
@@ -331,6 +336,8 @@ class OutputNode:
         do = message["do"]
         if do == "read":
             return self._open_own(message)
+        if do == "written":
+            return {"paths": self.names.written()}, None
         if do == "is written":
             check_path(str(message["path"]))
             return {"is_written": self.names.is_written(str(message["path"]))}, None

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _NONCE_BYTES = 32
-_MOST_FRAME = 1 << 16
+_MOST_FRAME = 1 << 20
 _MOST_CONNECTIONS = 2048
 _IDLE_S = 3600.0
 _HELLO_S = 10.0
