@@ -30,6 +30,7 @@ class Case:
     candidates: list = field(default_factory=list)  # plans, where the source does not say which
     memory: dict = field(default_factory=dict)  # measured, by kind
     excluded: str = ""
+    is_fit: bool = True  # may be fitted; not if another program trained than in other rows
 
 
 def read(folder, name):
@@ -94,7 +95,8 @@ def korthikanti(folder):
 
 def sc21_flops(batch, seq, layers, hidden, vocab):
     """Narayanan et al. SC 2021, appendix: FLOPs of a step with full recomputation."""
-    return 96 * batch * seq * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))  # fmt: skip  # noqa: E501
+    rest = 1 + seq / (6 * hidden) + vocab / (16 * layers * hidden)
+    return 96 * batch * seq * layers * hidden**2 * rest
 
 
 def sc21_candidates(
@@ -150,6 +152,7 @@ def sc21(folder):
             f"T2 {row['scheme']} {row['params_b']}B {gpus} GPUs", "selene",
             MeasuredStep(model=model, plan=plans[0], batch=batch, step_s=step_s), plans,
         )  # fmt: skip
+        case.is_fit = row["scheme"] != "ZeRO-3"
         cases.append(case)
     return cases
 
@@ -211,7 +214,10 @@ def torchtitan(folder):
         name = f"{row['model']} {row['parallelism']} {seq} {row['precision']} {row['recompute']}"
         case = Case("torchtitan", f"{name} {row['table']}", machine)
         cases.append(case)
-        axes = {key: int(value) for key, value in re.findall(r"(FSDP|TP|PP|CP)(\d+)", row["parallelism"])}  # noqa: E501
+        axes = {
+            key: int(value)
+            for key, value in re.findall(r"(FSDP|TP|PP|CP)(\d+)", row["parallelism"])
+        }
         tp, pp, cp = (axes.get(axis, 1) for axis in ("TP", "PP", "CP"))
         dp = axes.get("FSDP", 1)
         if dp * tp * pp * cp != gpus:
@@ -278,7 +284,11 @@ def bigscience_a100(folder):
     for row in read(folder, "bigscience_a100_200B_2048seq.csv"):
         line = int(row["source"].rsplit(" ", 1)[1])
         shape = SHAPES.get(str(line))
-        case = Case("bigscience a100", f"line {line} {row['Size']} DP{row['DP']} TP{row['TP']} PP{row['PP']} MBS{row['MBS']}", "jean-zay-a100")  # noqa: E501
+        case = Case(
+            "bigscience a100",
+            f"line {line} {row['Size']} DP{row['DP']} TP{row['TP']} PP{row['PP']} MBS{row['MBS']}",
+            "jean-zay-a100",
+        )
         cases.append(case)
         sizes = [number(row[key]) for key in ("DP", "TP", "PP", "MBS", "GBS", "Sec/it")]
         if None in sizes or shape is None:
