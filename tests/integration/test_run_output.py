@@ -328,6 +328,16 @@ def test_of_two_nodes_that_create_a_name_one_does(tmp_path):
     assert [found.count(b"0"), found.count(b"1")] == won
 
 
+def test_of_processes_on_one_node_that_create_a_name_one_does(tmp_path):
+    script = tmp_path / "race.py"
+    script.write_text(RACE)
+    done = run(tmp_path, tmp_path / "shared", script, POINT, options=("-n", 4))
+    assert done.code == 0, done.err
+    won = [int(line) for line in done.out.split()]
+    assert (len(won), sum(won)) == (4, 200)
+    assert len(tree(tmp_path / "shared")) == 200
+
+
 def test_a_name_is_there_when_its_file_is_closed_and_has_one_writer(tmp_path):
     done = run(tmp_path, tmp_path / "shared", SCRIPTS / "output_publishing.py", POINT)
     assert (done.code, done.out) == (0, "all as expected\n"), done.out + done.err

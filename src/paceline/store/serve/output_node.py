@@ -287,7 +287,7 @@ class OutputNode:
         return 0
 
     def _recover(self) -> None:
-        """Take over from a server that was killed: who writes what, and the change it was making."""
+        """Take over from a server that was killed: who writes what, and what it was changing."""
         self._claims = dict.fromkeys(self.names.written(), self._number)
         for node, link in self._links.items():
             with suppress(PacelineError):
