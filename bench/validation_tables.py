@@ -214,7 +214,7 @@ def torchtitan(folder):
         axes = {
             key: int(value)
             for key, value in re.findall(r"(FSDP|TP|PP|CP)(\d+)", row["parallelism"])
-        }  # noqa: E501
+        }
         tp, pp, cp = (axes.get(axis, 1) for axis in ("TP", "PP", "CP"))
         dp = axes.get("FSDP", 1)
         if dp * tp * pp * cp != gpus:
@@ -285,7 +285,7 @@ def bigscience_a100(folder):
             "bigscience a100",
             f"line {line} {row['Size']} DP{row['DP']} TP{row['TP']} PP{row['PP']} MBS{row['MBS']}",
             "jean-zay-a100",
-        )  # noqa: E501
+        )
         cases.append(case)
         sizes = [number(row[key]) for key in ("DP", "TP", "PP", "MBS", "GBS", "Sec/it")]
         if None in sizes or shape is None:
