@@ -30,6 +30,7 @@ class Case:
     candidates: list = field(default_factory=list)  # plans, where the source does not say which
     memory: dict = field(default_factory=dict)  # measured, by kind
     excluded: str = ""
+    is_fit: bool = True  # may be fitted; not if another program trained than in other rows
 
 
 def read(folder, name):
@@ -94,7 +95,8 @@ def korthikanti(folder):
 
 def sc21_flops(batch, seq, layers, hidden, vocab):
     """Narayanan et al. SC 2021, appendix: FLOPs of a step with full recomputation."""
-    return 96 * batch * seq * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))  # fmt: skip  # noqa: E501
+    rest = 1 + seq / (6 * hidden) + vocab / (16 * layers * hidden)
+    return 96 * batch * seq * layers * hidden**2 * rest
 
 
 def sc21_candidates(
@@ -150,6 +152,7 @@ def sc21(folder):
             f"T2 {row['scheme']} {row['params_b']}B {gpus} GPUs", "selene",
             MeasuredStep(model=model, plan=plans[0], batch=batch, step_s=step_s), plans,
         )  # fmt: skip
+        case.is_fit = row["scheme"] != "ZeRO-3"
         cases.append(case)
     return cases
 

@@ -366,11 +366,12 @@ int open_output(const Place* place, const char* path, int flags, mode_t mode) {
   const bool creates = (flags & O_CREAT) != 0;
   if ((!writes && !creates) || (flags & O_PATH) != 0) return open_published(path, flags);
   struct stat status;
-  const bool is_there = kernel_stat(path, &status) == 0;
-  if (!is_there && (errno != ENOENT || !creates)) return -1;
-  if (is_there && creates && (flags & O_EXCL) != 0) return fail(EEXIST);
-  if (is_there && !writes) return open_published(path, flags);
-  if (place->is_folder_meant || (is_there && S_ISDIR(status.st_mode))) return fail(EISDIR);
+  if (!writes || !creates) {
+    const bool is_there = kernel_stat(path, &status) == 0;
+    if (!is_there && (errno != ENOENT || !creates)) return -1;
+    if (is_there && !writes && (flags & O_EXCL) == 0) return open_published(path, flags);
+  }
+  if (place->is_folder_meant) return fail(EISDIR);
   char hidden[PATH_MAX];
   int problem = hidden_path(path, hidden);
   if (problem != 0) return fail(problem);

@@ -267,6 +267,9 @@ std::uint32_t RangeRequests::ask(std::uint32_t number, std::uint32_t shard, std:
   it.word.store(owned(slot_asked, owner), std::memory_order_release);
   header().asked.fetch_add(1, std::memory_order_release);
   futex_wake(header().asked, 1);
+  auto& peak = header().counts[static_cast<std::size_t>(ServedCount::peak_queue)];
+  const std::uint64_t queued = queue_length();  // a race loses a peak, no more
+  if (queued > peak.load(std::memory_order_relaxed)) peak.store(queued, std::memory_order_relaxed);
   return owner;
 }
 

@@ -184,7 +184,7 @@ TlsStream::~TlsStream() { library().session_free(session_); }
 
 TlsStream::Handshake TlsStream::shake_hands() {
   const Library& ssl = library();
-  ssl.clear_errors();  // of this thread, whoever left them: error_of would see them
+  ssl.clear_errors();  // left in this thread by other calls: error_of would see them
   const int result = ssl.handshake(session_);
   if (result == 1) return Handshake::done;
   if (ssl.error_of(session_, result) == error_want_read) return Handshake::waits;

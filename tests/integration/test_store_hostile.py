@@ -1,5 +1,8 @@
-"""Hostile frames over real sockets: a server ends nothing but their connection, does not grow, and says
-nothing to a client that cannot prove its token."""
+"""Hostile frames over real sockets.
+
+A server ends nothing but their connection, does not grow, and says nothing to a client that cannot
+prove its token.
+"""
 
 import contextlib
 import errno
@@ -97,7 +100,7 @@ class Attacked:
         return int(line.split()[1]) << 10
 
     def descriptor_count(self):
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     def card(self):
         link = tcp_connector(self.identity, TOKEN, tls=self.tls)(self.name)
@@ -244,7 +247,7 @@ def attack(server, count):
     await_true(
         lambda: server.descriptor_count() <= base_descriptors + 1, "the end of hostile connections"
     )
-    # A good client is served as before, and hears of the others (figures are brought up to date by beats).
+    # A good client is served as before. Figures are brought up to date by beats.
     await_true(
         lambda: server.card().load.refused_connections > count // 4, "the count of what was refused"
     )

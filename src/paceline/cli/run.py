@@ -112,8 +112,8 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
 @click.option(
     "--data-token-file",
     metavar="FILE",
-    help="Secret of the nodes, in a file that all launchers can read and others cannot [default: one "
-    "is made, and goes from launcher to launcher in the clear].",
+    help="Secret of the nodes, in a file that all launchers can read and others cannot [default: "
+    "one is made, and goes from launcher to launcher in the clear].",
 )
 @click.option(
     "--output",

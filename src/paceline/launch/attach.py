@@ -29,6 +29,7 @@ from paceline.core.config import environment
 from paceline.core.errors import DestinationExists, PacelineError
 from paceline.launch.failure_report import COLLECTOR, write_report
 from paceline.native import Recorder
+from paceline.store.serve.run_data import served_packs
 from paceline.trace.format.files import read_status, trace_name
 
 if TYPE_CHECKING:

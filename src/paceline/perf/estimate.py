@@ -22,6 +22,7 @@ from paceline.perf.caveats import (
 from paceline.perf.communication import all_reduce_s, broadcast_s, exposed_s, make_buckets
 from paceline.perf.compute import (
     COMPUTE_PHASES,
+    DTYPE_BYTES,
     RESIDUALS,
     StepCompute,
     StepPrediction,
@@ -60,11 +61,17 @@ def estimate(
             cost of the ranks' collectives, or no link between stages, or the workload cannot be
             cut into stages; or the measured step is not the plan's.
     """
-    if plan.mesh.tensor > 1:
+    if plan.mesh.tensor > 1 or plan.mesh.context > 1:
         raise UsageError(
-            "only data parallelism and pipelines can be predicted",
+            "only data parallelism and pipelines of a captured model can be predicted",
             where=f"mesh {plan.mesh.pipeline} x {plan.mesh.tensor} (pipeline x tensor)",
-            fix="Plan with tensor = 1",
+            fix="Plan with tensor = 1 and context = 1, or a transformer with paceline plan --model",
+        )
+    if plan.precision not in DTYPE_BYTES:
+        raise UsageError(
+            f"operators of precision {plan.precision} have no measured rates",
+            where="Plan",
+            fix=f"Plan with {' or '.join(DTYPE_BYTES)}",
         )
     if measured is not None:
         check_measured(measured, plan)

@@ -125,12 +125,13 @@ def data_words(use: DataUse | None) -> str:
 
 
 def node_rows(use: DataUse) -> tuple[list[str], list[list[str]]]:
-    """Return the heads and the rows of the table of nodes."""
+    """Return the heads and the rows of the table of nodes; the first two columns are names."""
     several = len({node.pack for node in use.nodes}) > 1
-    heads = ["node", "shards", "hits", "reads", "local", "from nodes", "from source"]
+    heads = ["node", "address", "shards", "hits", "reads", "local", "from nodes", "from source"]
     heads += ["copied in", "sent", "queue", "starts"]
     rows = [
         [
+            f"{number}",
             f"{node.node} {node.pack.rpartition('/')[2]}" if several else node.node,
             f"{node.held_shards:,} of {node.shard_count:,}",
             format_share(node.hit_share),
@@ -143,7 +144,7 @@ def node_rows(use: DataUse) -> tuple[list[str], list[list[str]]]:
             f"{node.peak_queue:,}",
             f"{node.server_starts:,}",
         ]
-        for node in use.nodes
+        for number, node in enumerate(use.nodes)
     ]
     return heads, rows
 
@@ -152,7 +153,8 @@ def node_note(use: DataUse) -> str:
     """Return how the table is read."""
     return (
         f"What the data servers of {plural(len(use.nodes), 'node')} did. Hits are the share of "
-        "the programs' bytes that lay on their node; from source are all bytes that left the shared "
-        "file system; copied in came from other nodes; queue is the most requests that waited at a "
-        "time; starts above 1 are servers that were killed and started again."
+        "the programs' bytes that lay on their node; from source are all bytes that left the "
+        "shared file system; copied in are shards that came from other nodes; queue is the most "
+        "requests that waited at a time; starts above 1 are servers that were killed and started "
+        "again."
     )

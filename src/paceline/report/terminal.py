@@ -390,7 +390,7 @@ def _data_nodes(report: Report) -> list[RenderableType]:
         return []
     heads, rows = node_rows(report.data)
     shown = tuple(tuple(map(printable, row)) for row in rows[:_ROWS])
-    return [Text(), FittingTable(heads=tuple(heads), rows=shown)]
+    return [Text(), FittingTable(heads=tuple(heads), rows=shown, names=2)]
 
 
 def _loader_stages(stages_s: Mapping[str, float], ranks: int) -> FittingTable:

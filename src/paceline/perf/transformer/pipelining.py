@@ -35,7 +35,7 @@ _ROUNDS = 3  # microbatches per rank at which the pipeline is full
 
 
 @dataclass(frozen=True, slots=True)
-class StageTimes:
+class StagePasses:
     """Seconds of the stages of a pipeline for one microbatch, messages included.
 
     Attributes:
@@ -52,10 +52,10 @@ class StageTimes:
         inner = zip(self.forward_s[1:-1], self.backward_s[1:-1], strict=True)
         return len(set(inner)) <= 1
 
-    def shortened(self, stages: int) -> StageTimes:
+    def shortened(self, stages: int) -> StagePasses:
         """Return the times of a model with fewer inner stages."""
         inner = stages - 1
-        return StageTimes(
+        return StagePasses(
             self.forward_s[:inner] + self.forward_s[-1:],
             self.backward_s[:inner] + self.backward_s[-1:],
         )
@@ -68,7 +68,7 @@ def make_schedule(plan: Plan, ranks: int, microbatches: int) -> PipelineSchedule
     return ORDERS[plan.schedule](ranks, microbatches)
 
 
-def batch_s(plan: Plan, times: StageTimes, microbatches: int) -> float:
+def batch_s(plan: Plan, times: StagePasses, microbatches: int) -> float:
     """Return the seconds from the first forward pass to the end of the last backward pass."""
     ranks = plan.mesh.pipeline
     if ranks == 1:
@@ -80,14 +80,14 @@ def batch_s(plan: Plan, times: StageTimes, microbatches: int) -> float:
     return _extended(plan, times, microbatches)
 
 
-def replayed_s(plan: Plan, times: StageTimes, ranks: int, microbatches: int) -> float:
+def replayed_s(plan: Plan, times: StagePasses, ranks: int, microbatches: int) -> float:
     """Return `batch_s` by replaying all actions."""
     edges = [StageEdge(stage, stage + 1, 0) for stage in range(len(times.forward_s) - 1)]
     costs = StageCosts(forward_s=times.forward_s, backward_s=times.backward_s)
     return replay(make_schedule(plan, ranks, microbatches), edges, costs).makespan_s
 
 
-def _more_microbatches(plan: Plan, times: StageTimes, microbatches: int) -> float:
+def _more_microbatches(plan: Plan, times: StagePasses, microbatches: int) -> float:
     ranks = plan.mesh.pipeline
     few = _ROUNDS * ranks
     if microbatches <= few + ranks:
@@ -97,7 +97,7 @@ def _more_microbatches(plan: Plan, times: StageTimes, microbatches: int) -> floa
     return base_s + (microbatches - few) * round_s / ranks
 
 
-def _extended(plan: Plan, times: StageTimes, microbatches: int) -> float:
+def _extended(plan: Plan, times: StagePasses, microbatches: int) -> float:
     chunks, few = plan.stages_per_rank, _ROUNDS * _SMALL
     small, larger = (times.shortened(ranks * chunks) for ranks in (_SMALL, _SMALL + 1))
     base_s = replayed_s(plan, small, _SMALL, few)
@@ -136,20 +136,16 @@ def live_layers(plan: Plan, stage_layers: tuple[int, ...], microbatches: int) ->
 def _live_in_closed_form(
     plan: Plan, stage_layers: tuple[int, ...], microbatches: int
 ) -> tuple[int, ...]:
-    """Return `live_layers` of 1F1B and of the interleaved order; a test compares the two."""
+    """Return `live_layers` of 1F1B and of the interleaved order.
+
+    Exact where a rank's stages have equal numbers of layers, else at most too many.
+    """
     ranks, chunks = plan.mesh.pipeline, plan.stages_per_rank
     found = []
     for rank in range(ranks):
-        own = stage_layers[rank::ranks]
         warm_up = ranks - 1 - rank
         if chunks > 1:
             warm_up = 2 * warm_up + (chunks - 1) * ranks
         live = min(warm_up + 1, microbatches * chunks)
-        turns, rest = divmod(live, ranks * chunks)
-        layers = turns * ranks * sum(own)
-        for layers_of_chunk in own:
-            taken = min(rest, ranks)
-            layers += taken * layers_of_chunk
-            rest -= taken
-        found.append(layers)
+        found.append(live * max(stage_layers[rank::ranks]))
     return tuple(found)

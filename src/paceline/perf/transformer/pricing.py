@@ -131,4 +131,8 @@ def layer_seconds(work: LayerWork, rates: DeviceRates) -> tuple[float, float]:
 
 
 def _launched(device_s: float, host_s: float) -> float:
-    return (device_s**3 + host_s**3) ** (1 / 3)
+    """Return the seconds of a pass whose kernels the host starts while the device computes.
+
+    The slower of both, with a transition: the host runs ahead by some kernels, not by a whole pass.
+    """
+    return float((device_s**3 + host_s**3) ** (1 / 3))

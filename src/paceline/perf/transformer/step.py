@@ -26,8 +26,8 @@ from paceline.perf.transformer.efficiency import efficiency_of
 from paceline.perf.transformer.lanes import LaneTask, pass_s
 from paceline.perf.transformer.layer import ACTIVATION_BYTES, Product, layer_work
 from paceline.perf.transformer.memory import rank_parameters, stage_layer_counts
-from paceline.perf.transformer.network import Group, Network, strides
-from paceline.perf.transformer.pipelining import StageTimes, batch_s
+from paceline.perf.transformer.network import Network, RankGroup, strides
+from paceline.perf.transformer.pipelining import StagePasses, batch_s
 from paceline.perf.transformer.pricing import DeviceRates, layer_seconds
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from paceline.core.plan import Plan
     from paceline.perf.transformer.architecture import Architecture
 
-# Bytes that the loss moves per logit, operator by operator: the product writes 2; widening 6; log of
-# softmax 12, its gradient 12; the loss's own gradient 4; narrowing 6.
+# Bytes that the loss moves per logit, by operator: the product writes 2; widening 6; log of softmax
+# 12, its gradient 12; the loss's own gradient 4; narrowing 6.
 LOGIT_BYTES = 42
 # Bytes per parameter that Adam moves: gradient, two moments and master read, all but the first
 # written, the 16-bit copy; and the norm of the gradients.
@@ -46,20 +46,23 @@ ACCUMULATE_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class StepSeconds:
     """Seconds of a predicted step.
 
     Attributes:
         breakdown: by phase.
         exposed: communication that compute does not hide, by kind.
-        link_bytes: that a rank sends, by level of link.
-        bubble_share: idle time of the pipeline over its time.
+        stretch: time of the pipeline over that of its busiest rank without waiting, at least 1.
     """
 
     breakdown: Breakdown
     exposed: dict[str, float]
-    link_bytes: dict[str, int]
-    bubble_share: float
+    stretch: float
+
+    @property
+    def bubble_share(self) -> float:
+        """Idle time of the busiest rank over the time of the pipeline, 0 to 1."""
+        return max(0.0, 1 - 1 / self.stretch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,8 @@ def step_times(
     plan: Plan,
     batch: int,
     efficiency: Efficiency | None = None,
-) -> StepTimes:
+    stretch: float | None = None,
+) -> StepSeconds:
     """Return the predicted seconds of a step.
 
     Args:
@@ -129,6 +133,7 @@ def step_times(
         plan: how it is spread.
         batch: samples of a step over all replicas.
         efficiency: instead of the machine's own; `fitting` varies it.
+        stretch: `StepSeconds.stretch` of a similar prediction, which saves the schedule's replay.
 
     Raises:
         UsageError: the plan does not fit the model or the machine, which may lack a figure.
@@ -139,7 +144,7 @@ def step_times(
     rates = DeviceRates.of(machine, plan.precision, reached)
     network = Network.of(machine, reached, plan.nodes)
     costs = _costs(model, plan, microbatch, rates, network)
-    return _combined(model, plan, costs, rates, network, microbatch)
+    return _combined(model, plan, costs, rates, network, stretch)
 
 
 def _costs(
@@ -199,17 +204,17 @@ def _combined(
     costs: _Costs,
     rates: DeviceRates,
     network: Network,
-    microbatch: float,
-) -> StepTimes:
+    stretch: float | None,
+) -> StepSeconds:
     mesh, counts, count = plan.mesh, stage_layer_counts(model, plan), plan.microbatch_count
     replicas = network.group(mesh.data * mesh.context, mesh.tensor)
     forward_s, backward_s = _stage_passes(model, plan, costs, network, replicas)
-    times = StageTimes(forward_s, backward_s)
-    pipeline_s = batch_s(plan, times, count)
+    times = StagePasses(forward_s, backward_s)
     busy_s = count * max(
         sum(forward_s[rank :: mesh.pipeline]) + sum(backward_s[rank :: mesh.pipeline])
         for rank in range(mesh.pipeline)
     )
+    pipeline_s = busy_s * stretch if stretch else batch_s(plan, times, count)
     parameters = max(rank_parameters(model, plan))
     reduce_s = _reduction_s(plan, parameters, network, replicas)
     window_s = sum(backward_s[:: mesh.pipeline]) if plan.overlap_data else 0.0
@@ -237,12 +242,11 @@ def _combined(
         "parameters": gathers_s,
         "gradients": exposed_s,
     }
-    bubble = max(0.0, pipeline_s - busy_s) / pipeline_s if pipeline_s else 0.0
-    return StepTimes(breakdown, exposed, {}, bubble)
+    return StepSeconds(breakdown, exposed, pipeline_s / busy_s)
 
 
 def _stage_passes(
-    model: Architecture, plan: Plan, costs: _Costs, network: Network, replicas: Group
+    model: Architecture, plan: Plan, costs: _Costs, network: Network, replicas: RankGroup
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the seconds of each stage's forward and backward pass of one microbatch."""
     counts = stage_layer_counts(model, plan)
@@ -269,7 +273,7 @@ def _stage_passes(
     return tuple(forward), tuple(backward)
 
 
-def _reduction_s(plan: Plan, parameters: float, network: Network, replicas: Group) -> float:
+def _reduction_s(plan: Plan, parameters: float, network: Network, replicas: RankGroup) -> float:
     """Return the seconds of reducing a rank's gradients once a step; ZeRO-3 does it by layer."""
     if replicas.ranks == 1 or plan.zero == 3:
         return 0.0

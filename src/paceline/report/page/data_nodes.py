@@ -32,25 +32,32 @@ def nodes(report: Report) -> str:
     use = report.data
     if use is None:
         return ""
-    read = [node for node in use.nodes if node.read_bytes][:_MOST_BARS]
+    read = [(k, node) for k, node in enumerate(use.nodes) if node.read_bytes][:_MOST_BARS]
     heads, rows = node_rows(use)
     chart = render(tier_bars(read)) if read else ""
     return section(
-        "Data nodes", f"{data_words(use)} {node_note(use)}".strip(), chart, table(heads, rows)
+        "Data nodes",
+        f"{data_words(use)} {node_note(use)}".strip(),
+        chart,
+        table(heads, rows, names=2),
     )
 
 
-def tier_bars(nodes: Sequence[DataReport]) -> Chart:
-    """Return one bar per node: the share of its programs' bytes by where they came from."""
+def tier_bars(nodes: Sequence[tuple[int, DataReport]]) -> Chart:
+    """Return one bar per node: the share of its programs' bytes by where they came from.
+
+    Args:
+        nodes: with their numbers in the table.
+    """
     bottom = len(nodes) * (_ROW_PX + _GAP_PX)
     marks = [
         svg.line(at / 100 * FIELD, 0, at / 100 * FIELD, bottom, "grid") for at in svg.ticks(100, 6)
     ]
     labels, over = [], []
-    for row, node in enumerate(nodes):
+    for row, (number, node) in enumerate(nodes):
         y = row * (_ROW_PX + _GAP_PX) + _GAP_PX / 2
         middle_y = y + _ROW_PX / 2 + 4
-        labels.append(svg.text(LABEL_X, middle_y, node.node, "label", "end"))
+        labels.append(svg.text(LABEL_X, middle_y, f"node {number}", "label", "end"))
         begin = 0.0
         for field, phase, words in _TIERS:
             count = getattr(node, field)

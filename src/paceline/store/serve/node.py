@@ -274,7 +274,7 @@ class StoreNode:
         for stage in self.staging.start(self.members.placement, now_s):
             self.copier.start(stage)
 
-    def _on_copied(self, count: int, from_source: bool) -> None:  # of a callback
+    def _on_copied(self, count: int, from_source: bool) -> None:
         """Take note of bytes that a copy has brought; from any thread."""
 
     def _due_peers(self) -> list[str]:

@@ -22,6 +22,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from paceline.store.serve.output_node import OutputNode
 
 _STEP_S = 0.1  # between two looks at what is new
 _STALE_S = 2.0  # between two looks for what killed writers left
+_NICENESS = 10
 _RETRY_S = 0.5  # at the end, between two attempts
 _MOST_SHORT, _STEADY_S = 3, 2.0  # so many servers in a row that live shorter are enough
 READY = "ready"
@@ -160,6 +162,8 @@ def _serve(spec: OutputSpec) -> int:
         _salvage(Path(leftover))
     drain.begin()
     node = _share(spec) if len(spec.nodes) > 1 else None
+    # This thread drains: programs that compute, and threads that answer them, go first.
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
     _say(READY)
     stale_s = time.monotonic() + _STALE_S
     while not select.select([sys.stdin], [], [], _STEP_S)[0]:

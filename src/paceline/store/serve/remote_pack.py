@@ -283,7 +283,8 @@ def open_remote(  # noqa: PLR0913  # one field each of what a client may choose
         index: folder with the pack's index, ``index.pace``; no shards are needed.
         nodes: their addresses, ``HOST:PORT``: as the nodes know each other. One that is up is
             enough: it names the others. None: those of this run, which was started with
-            ``paceline run --data`` and this path; then replicas, source, token and tls are the run's.
+            ``paceline run --data`` and this path; then replicas, source, token and tls are the
+            run's.
         replicas: copies of each shard, as the nodes were started with.
         source: the whole pack, to read what no node has.
         token: that the nodes were started with.

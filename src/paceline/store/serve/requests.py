@@ -88,7 +88,6 @@ class SharingNode(StoreNode):
         sent = self.stats().bytes
         self._requests.count(ServedCount.SENT_BYTES, sent - self._sent_bytes)
         self._sent_bytes = sent
-        self._requests.raise_to(ServedCount.PEAK_QUEUE, self._requests.queue_length())
         self._requests.raise_to(ServedCount.PEAK_COPIES, self.staging.left)
 
     def _say(self) -> None:

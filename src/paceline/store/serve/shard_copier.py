@@ -32,7 +32,7 @@ class ShardCopier:
         link_to: the link to a peer.
         wait_s: for a piece that a peer sends.
         at_once: copies under way at most.
-        on_bytes: is told of bytes as they come, and whether from the source; from any thread.
+        on_bytes: called with bytes that came, and whether from the source; from any thread.
     """
 
     def __init__(

@@ -139,8 +139,8 @@ STOPPED = "stopped"
 TRAINED_BYTES = "trained_parameter_bytes"
 # A counter when the script begins to iterate over a loader: its workers, which load ahead.
 LOADER_WORKERS = "loader_workers"
-# Counters of a step on a node that serves data, by the node's first rank: how much each count of the
-# memory of requests (range_requests.hpp) grew.
+# Counters of a step on a node that serves data, by the node's first rank: how much each count of
+# the memory of requests (range_requests.hpp) grew.
 DATA_COUNTERS = {
     "data_local_bytes": "local_bytes",
     "data_peer_bytes": "peer_bytes",
