@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from paceline.perf.transformer.architecture import Architecture
 
 ACTIVATION_BYTES = 2  # of bfloat16 and float16; float8 products keep 16-bit activations
+TILE = 32  # elements, 64 bytes: below that loads are not coalesced
 FUSED_SAVING = 0.6  # of traffic that is left where a compiler fuses neighbours: 5 passes become 3
 
 
@@ -58,8 +59,8 @@ class Product:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether its dimensions fit tiles of 64 elements (128 bytes)."""
-        return not (self.rows % 64 or self.inner % 64 or self.columns % 64)
+        """Whether its dimensions fit tiles of 32 elements (64 bytes)."""
+        return not (self.rows % TILE or self.inner % TILE or self.columns % TILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,11 +201,11 @@ def _divided_traffic(model: Architecture) -> tuple[float, float]:
     """Return bytes per token that the activation function and the layout of heads move.
 
     The activation reads and writes its width (4), in the backward pass it reads gradient and input
-    and writes (6). A gated one multiplies by a second projection (6), and its gradient (10). Heads
-    are split and joined: q, k, v and the output are read and written once (4). Rotary positions
+    and writes (6). A gated one multiplies by a second projection (6), and its gradient (10). The
+    heads' outputs are joined (4); kernels read q, k and v where the product wrote them. Rotary positions
     widen q and k, multiply and narrow them (20).
     """
-    heads = 4 * (2 * model.hidden + 2 * model.kv_width)
+    heads = 4 * model.hidden
     if model.rotary:
         heads += 20 * (model.hidden + model.kv_width)
     forward, backward = (10, 16) if model.gated else (4, 6)
@@ -214,7 +215,8 @@ def _divided_traffic(model: Architecture) -> tuple[float, float]:
 def _score_traffic(model: Architecture) -> float:
     """Return bytes per token that operators on attention scores move in a forward pass.
 
-    Softmax with scale and mask reads and writes (4); dropout reads, writes and has a mask (5). What
+    Softmax with scale and mask reads and writes (4); a causal one reads half (3). Dropout reads, writes and has a mask (5). What
     the two products read and write is part of their own elements.
     """
-    return (4 + (5 if model.dropout else 0)) * model.heads * model.sequence
+    softmax = 3 if model.causal else 4
+    return (softmax + (5 if model.dropout else 0)) * model.heads * model.sequence
