@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from paceline.perf.transformer.architecture import Architecture
 
 ACTIVATION_BYTES = 2  # of bfloat16 and float16; float8 products keep 16-bit activations
-TILE = 32  # elements, 64 bytes: below that loads are not coalesced
+TILE = 64  # elements; the tiles of large products
+HEAD_TILE = 32  # elements; kernels for attention have tiles as narrow as its heads
 FUSED_SAVING = 0.6  # of traffic that is left where a compiler fuses neighbours: 5 passes become 3
 
 
@@ -57,10 +58,9 @@ class Product:
         rows = Product(self.rows, self.columns, self.inner, self.count)
         return rows, Product(self.inner, self.rows, self.columns, self.count)
 
-    @property
-    def is_aligned(self) -> bool:
-        """Whether its dimensions fit tiles of 32 elements (64 bytes)."""
-        return not (self.rows % TILE or self.inner % TILE or self.columns % TILE)
+    def fits(self, tile: int) -> bool:
+        """Return whether all dimensions are multiples of `tile` elements."""
+        return not (self.rows % tile or self.inner % tile or self.columns % tile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +215,8 @@ def _divided_traffic(model: Architecture) -> tuple[float, float]:
 def _score_traffic(model: Architecture) -> float:
     """Return bytes per token that operators on attention scores move in a forward pass.
 
-    Softmax with scale and mask reads and writes (4); a causal one reads half (3). Dropout reads, writes and has a mask (5). What
-    the two products read and write is part of their own elements.
+    Softmax with scale and mask reads and writes (4); a causal one reads half (3). Dropout reads,
+    writes and has a mask (5). What the two products read and write is part of their own elements.
     """
     softmax = 3 if model.causal else 4
     return (softmax + (5 if model.dropout else 0)) * model.heads * model.sequence
