@@ -165,8 +165,9 @@ def activation_bytes(model: Architecture, plan: Plan, samples: float) -> tuple[f
     mask = 1 if model.dropout else 0
     # inputs of both norms and of both blocks; two masks
     shared = tokens * hidden * (8 + 2 * mask)
-    # q, k, v and the input of the output projection; the activation's input and output
-    inner_tensors = 3 if model.gated else 2
+    # q, k, v and the input of the output projection; the activation's input and output. A gated one
+    # has two inputs, and their product unless a compiler computes it again.
+    inner_tensors = (3 if plan.compiled else 4) if model.gated else 2
     divided = tokens * (2 * hidden + 4 * kv + 2 * hidden + 2 * inner_tensors * inner)
     score_bytes = 2 + (2 + mask if model.dropout else 0)  # softmax; its dropout's output and mask
     scores = tokens * score_bytes * model.heads * model.sequence
