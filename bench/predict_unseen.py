@@ -125,7 +125,7 @@ def row_of(name, ranks, cores, machine, *, quick):
     here, by_rates, step = predictions(name, ranks, cores, machine)
     outcomes, foreign = run_ranks(name, ranks, cores, 1.0 if quick else 2.5)
     # A step ends with its slowest rank; the ranks meet in every step.
-    slowest = [max(each) for each in zip(*(one["steps"] for one in outcomes), strict=False)]
+    slowest = [max(each) for each in zip(*(rank["steps"] for rank in outcomes), strict=False)]
     measured_s = statistics.median(slowest)
     alone_s = sum(phase.operators_s for phase in step.phases.values())
     row = {
@@ -141,17 +141,17 @@ def row_of(name, ranks, cores, machine, *, quick):
         "rates_interval_s": [by_rates.low_s, by_rates.high_s],
         "rates_hold": by_rates.low_s <= measured_s <= by_rates.high_s,
         "peak_bytes": errors(
-            sum(here.memory_bytes.values()), max(one["peak_bytes"] for one in outcomes)
+            sum(here.memory_bytes.values()), max(rank["peak_bytes"] for rank in outcomes)
         ),
         "peak_by_rates_bytes": errors(
-            sum(by_rates.memory_bytes.values()), max(one["peak_bytes"] for one in outcomes)
+            sum(by_rates.memory_bytes.values()), max(rank["peak_bytes"] for rank in outcomes)
         ),
         "phases_s": {
             phase: [part.operators_s, part.residual_s] for phase, part in step.phases.items()
         },
     }
     if ranks > 1:
-        alone = [max(each) for each in zip(*(one["alone"] for one in outcomes), strict=False)]
+        alone = [max(each) for each in zip(*(rank["alone"] for rank in outcomes), strict=False)]
         exposed_s = max(1e-9, measured_s - statistics.median(alone))
         predicted_s = here.breakdown.transfer
         row["exposed_s"] = errors(predicted_s, exposed_s)
@@ -172,7 +172,7 @@ def state_folder():
 def begin(report, *, resume, quick):
     """Return the machine, and the rows that are there already."""
     from paceline.core.machine_file import read_machine
-    from paceline.probe.measure import measure
+    from paceline.probe.measure import measure, measure_collectives, with_collectives
 
     folder = state_folder()
     rows, machine = folder / "rows.jsonl", folder / "machine.json"
@@ -184,7 +184,9 @@ def begin(report, *, resume, quick):
         return kept
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as place:
-        report.machine = measure(Path(place), quick=quick, on_progress=tell)
+        probed = measure(Path(place), quick=quick, on_progress=tell)
+    costs = () if quick else measure_collectives((4,), on_progress=tell)
+    report.machine = with_collectives(probed, costs)
     machine.write_text(report.machine.to_text())
     rows.write_text("")
     return []

@@ -16,7 +16,7 @@ from paceline.perf.transformer.architecture import Architecture
 from paceline.perf.transformer.fitting import MeasuredStep
 
 SHAPES = json.loads((Path(__file__).parent / "bigscience_shapes.json").read_text())["rows"]
-VARIANTS = 3  # stages per rank that are tried where a source does not say
+VARIANTS = 1
 
 
 @dataclass
@@ -30,6 +30,7 @@ class Case:
     candidates: list = field(default_factory=list)  # plans, where the source does not say which
     memory: dict = field(default_factory=dict)  # measured, by kind
     excluded: str = ""
+    is_fit: bool = True  # may be fitted; not if another program trained than in other rows
 
 
 def read(folder, name):
@@ -70,11 +71,12 @@ def korthikanti(folder):
         case = Case("korthikanti", name, "selene")
         sequence = "seq" in row["mode"] or row["mode"] in ("both", "any")
         selective = "selective" in row["mode"] or row["mode"] in ("both", "any")
+        recompute = "full" if "full" in row["mode"] else "selective" if selective else "none"
         dp = int(row["gpus"]) // (tp * pp)
         plan = Plan(
             mesh=Mesh(data=dp, tensor=tp, pipeline=pp), nodes=nodes_of(int(row["gpus"])),
             microbatches=batch // mb // dp, stages_per_rank=v, sequence_parallel=sequence,
-            recompute="selective" if selective else "none", **MEGATRON,
+            recompute=recompute, **MEGATRON,
         )  # fmt: skip
         value = float(row["value"])
         case.step = MeasuredStep(model=model, plan=plan, batch=batch, step_s=1.0)
@@ -94,7 +96,8 @@ def korthikanti(folder):
 
 def sc21_flops(batch, seq, layers, hidden, vocab):
     """Narayanan et al. SC 2021, appendix: FLOPs of a step with full recomputation."""
-    return 96 * batch * seq * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))  # fmt: skip  # noqa: E501
+    rest = 1 + seq / (6 * hidden) + vocab / (16 * layers * hidden)
+    return 96 * batch * seq * layers * hidden**2 * rest
 
 
 def sc21_candidates(
@@ -109,7 +112,8 @@ def sc21_candidates(
                 continue
             plans.append(Plan(
                 mesh=Mesh(data=dp, tensor=tp, pipeline=pp), nodes=nodes_of(gpus),
-                microbatches=batch // dp // mb, stages_per_rank=v, recompute="full", **MEGATRON,
+                microbatches=batch // dp // mb, stages_per_rank=v, recompute="full",
+                reduce_precision="bfloat16", **MEGATRON,
             ))  # fmt: skip
     return plans
 
@@ -150,6 +154,7 @@ def sc21(folder):
             f"T2 {row['scheme']} {row['params_b']}B {gpus} GPUs", "selene",
             MeasuredStep(model=model, plan=plans[0], batch=batch, step_s=step_s), plans,
         )  # fmt: skip
+        case.is_fit = row["scheme"] != "ZeRO-3"
         cases.append(case)
     return cases
 
@@ -211,7 +216,10 @@ def torchtitan(folder):
         name = f"{row['model']} {row['parallelism']} {seq} {row['precision']} {row['recompute']}"
         case = Case("torchtitan", f"{name} {row['table']}", machine)
         cases.append(case)
-        axes = {key: int(value) for key, value in re.findall(r"(FSDP|TP|PP|CP)(\d+)", row["parallelism"])}  # noqa: E501
+        axes = {
+            key: int(value)
+            for key, value in re.findall(r"(FSDP|TP|PP|CP)(\d+)", row["parallelism"])
+        }
         tp, pp, cp = (axes.get(axis, 1) for axis in ("TP", "PP", "CP"))
         dp = axes.get("FSDP", 1)
         if dp * tp * pp * cp != gpus:
@@ -278,7 +286,11 @@ def bigscience_a100(folder):
     for row in read(folder, "bigscience_a100_200B_2048seq.csv"):
         line = int(row["source"].rsplit(" ", 1)[1])
         shape = SHAPES.get(str(line))
-        case = Case("bigscience a100", f"line {line} {row['Size']} DP{row['DP']} TP{row['TP']} PP{row['PP']} MBS{row['MBS']}", "jean-zay-a100")  # noqa: E501
+        case = Case(
+            "bigscience a100",
+            f"line {line} {row['Size']} DP{row['DP']} TP{row['TP']} PP{row['PP']} MBS{row['MBS']}",
+            "jean-zay-a100",
+        )
         cases.append(case)
         sizes = [number(row[key]) for key in ("DP", "TP", "PP", "MBS", "GBS", "Sec/it")]
         if None in sizes or shape is None:

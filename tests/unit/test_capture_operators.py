@@ -207,9 +207,11 @@ def test_an_update_of_a_list_counts_each_parameter(kind):
             optimizer=lambda p: torch.optim.SGD(p, lr=0.1, **{kind: True}),
         )
     )
-    updates = [one for one in operations(workload, "optimizer") if one.operator == kind]
-    assert sum(one.count for one in updates) == 4
-    assert not any(one.assumed for one in updates)
+    updates = [
+        operation for operation in operations(workload, "optimizer") if operation.operator == kind
+    ]
+    assert sum(operation.count for operation in updates) == 4
+    assert not any(operation.assumed for operation in updates)
 
 
 # --- batches -------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ so both are part of a rate's key, instead of being folded into a peak that no pr
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -88,6 +89,27 @@ class Quantity(Record):
     reference: str = ""
 
 
+def _refuse_outside(
+    key: str,
+    quantity: Quantity,
+    *,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    most: float = math.inf,
+) -> None:
+    """Raise an error for a number that no machine can have; the reader of a file adds its name.
+
+    Raises:
+        ConfigError: it is none, or outside of its range.
+    """
+    value = quantity.value
+    if math.isfinite(value) and value > above and least <= value <= most:
+        return
+    low = f"above {above:g}" if above > -math.inf else f"at least {least:g}"
+    high = f" and at most {most:g}" if most < math.inf else ""
+    raise ConfigError(f"'{key}' is {value:g}", where="Machine", fix=f"Give a number {low}{high}")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeakRate(Record):
     """What a device reaches at most by its maker's word.
@@ -99,6 +121,9 @@ class PeakRate(Record):
 
     dtype: str
     flops_per_s: Quantity
+
+    def __post_init__(self) -> None:
+        _refuse_outside("flops_per_s", self.flops_per_s, above=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +151,12 @@ class Efficiency(Record):
     unaligned: Quantity
     layer_s: Quantity
 
+    def __post_init__(self) -> None:
+        for name in ("matmul", "attention", "bandwidth", "link", "unaligned"):
+            _refuse_outside(name, getattr(self, name), above=0, most=1)
+        _refuse_outside("network", self.network, above=0)
+        _refuse_outside("layer_s", self.layer_s, least=0)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fabric(Record):
@@ -140,6 +171,10 @@ class Fabric(Record):
     topology: str
     group_nodes: int = 0
     taper: Quantity | None = None
+
+    def __post_init__(self) -> None:
+        if self.taper is not None:
+            _refuse_outside("taper", self.taper, above=0, most=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,6 +316,11 @@ class Device(Record):
     base_bytes: Quantity | None = None
     efficiency: Efficiency | None = None
 
+    def __post_init__(self) -> None:
+        _refuse_outside("memory_bytes", self.memory_bytes, above=0)
+        if self.bandwidth_bytes_per_s is not None:
+            _refuse_outside("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, above=0)
+
     @classmethod
     def upgrade(cls, data: dict[str, Any], from_version: int) -> dict[str, Any]:
         """Version 1 kept framework overheads as operators of the classes ``step`` and ``ddp``."""
@@ -307,6 +347,10 @@ class Link(Record):
     bandwidth_bytes_per_s: Quantity
     sharing: Literal["pair", "device", "node", "all"] = "node"
     width: int = 0
+
+    def __post_init__(self) -> None:
+        _refuse_outside("latency_s", self.latency_s, least=0)
+        _refuse_outside("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, above=0)
 
     @classmethod
     def upgrade(cls, data: dict[str, Any], from_version: int) -> dict[str, Any]:

@@ -10,8 +10,7 @@ name with one set of shapes, strides, dtypes and scalar arguments; the calls of 
                            + residual   (whole steps minus that sum)
 
 The residual is Python, modules and autograd. It is negative where an operator finds its inputs in
-the cache that the operator before it left them in. Where no whole step could run, the residual is
-the measured time of that many calls of modules and operators.
+the cache in which the operator before it left them.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class MeasuredStep(Record):
         peak_bytes: resident memory of a process at the peak of its whole steps.
         base_bytes: resident memory before the model was made: interpreter, torch, imports.
         foreign_cores: that other work used meanwhile, on average.
-        whole_steps: how many ran; 0 if the phases rest on operators alone.
+        whole_steps: how many ran.
     """
 
     torch: str

@@ -38,12 +38,9 @@ def unpriced_operators(
     counts: dict[str, int] = {}
     seconds: dict[str, float] = {}
     for layer in workload.layers:
-        for operation in layer.operations:
-            name = operation.assumed
-            if name:
-                counts[name] = counts.get(name, 0) + operation.count
-                cost_s = costs.cost(operation).total_s * operation.count
-                seconds[name] = seconds.get(name, 0.0) + cost_s
+        for name, (calls, cost_s) in costs.layer(layer.operations).assumed.items():
+            counts[name] = counts.get(name, 0) + calls
+            seconds[name] = seconds.get(name, 0.0) + cost_s
     return tuple(
         UnpricedOperator(name=name, count=counts[name], share=cost_s / max(step_s, 1e-12))
         for name, cost_s in sorted(seconds.items(), key=lambda item: -item[1])

@@ -221,11 +221,7 @@ def _refaulted_bytes(workload: Workload) -> float:
 
 def layer_costs(costs: CostModel, layer: Layer) -> dict[str, OperatorCost]:
     """Return the costs of a layer's operators by phase."""
-    by_phase: dict[str, OperatorCost] = {}
-    for operation in layer.operations:
-        cost = costs.cost(operation).times(operation.count)
-        by_phase[operation.phase] = by_phase.get(operation.phase, OperatorCost()) + cost
-    return by_phase
+    return costs.layer(layer.operations).phases
 
 
 def input_wait_s(

@@ -79,6 +79,31 @@ class OperatorCost:
         )
 
 
+class LayerCost:
+    """The cost of a layer's operations.
+
+    Attributes:
+        phases: by phase.
+        classes: seconds by class of operators.
+        assumed: calls and seconds of operators whose rate was not measured, by name.
+    """
+
+    __slots__ = ("assumed", "classes", "phases")
+
+    def __init__(self, operations: tuple[Operation, ...], model: CostModel) -> None:
+        self.phases: dict[str, OperatorCost] = {}
+        self.classes: dict[str, float] = {}
+        self.assumed: dict[str, tuple[int, float]] = {}
+        for operation in operations:
+            cost = model.cost(operation).times(operation.count)
+            self.phases[operation.phase] = self.phases.get(operation.phase, OperatorCost()) + cost
+            before_s = self.classes.get(operation.operator, 0.0)
+            self.classes[operation.operator] = before_s + cost.total_s
+            if operation.assumed:
+                calls, seconds = self.assumed.get(operation.assumed, (0, 0.0))
+                self.assumed[operation.assumed] = (calls + operation.count, seconds + cost.total_s)
+
+
 class CostModel:
     """Costs on one device for a number of threads per process and of busy processes."""
 
@@ -119,10 +144,25 @@ class CostModel:
         self._collectives = collectives
         self._rates: dict[tuple[str, str, str], list[tuple[Rate, float]]] = {}
         self._overheads: dict[tuple[str, str], float] = {}
+        self._by_content: dict[tuple[Operation, ...], LayerCost] = {}
+        self._by_identity: dict[int, tuple[tuple[Operation, ...], LayerCost]] = {}
         shared = processes > 1 and device.bandwidth_shared_bytes_per_s
         bandwidth = shared or device.bandwidth_bytes_per_s
         cache = device.cache_bytes.value / processes if device.cache_bytes else 0.0
         self._bandwidth = bandwidth.value if bandwidth and step_bytes > cache else math.inf
+
+    def layer(self, operations: tuple[Operation, ...]) -> LayerCost:
+        """Return the cost of a layer's operations; of equal layers it is computed once."""
+        # Hashing the content takes a while: the same tuple is found by its identity, while it is
+        # kept here and so cannot be another one's.
+        known = self._by_identity.get(id(operations))
+        if known is not None:
+            return known[1]
+        cost = self._by_content.get(operations)
+        if cost is None:
+            cost = self._by_content[operations] = LayerCost(operations, self)
+        self._by_identity[id(operations)] = (operations, cost)
+        return cost
 
     def cost(self, operation: Operation) -> OperatorCost:
         """Return the cost of one call."""

@@ -32,7 +32,7 @@ from paceline.perf.compute import (
     step_compute,
 )
 from paceline.perf.interval import check_measured, step_interval
-from paceline.perf.memory import memory_bytes
+from paceline.perf.memory import DTYPE_BYTES, memory_bytes
 from paceline.perf.pipeline import predict_pipeline
 
 if TYPE_CHECKING:
@@ -60,17 +60,23 @@ def estimate(
             cost of the ranks' collectives, or no link between stages, or the workload cannot be
             cut into stages; or the measured step is not the plan's.
     """
-    if plan.mesh.tensor > 1:
+    if plan.mesh.tensor > 1 or plan.mesh.context > 1:
         raise UsageError(
-            "only data parallelism and pipelines can be predicted",
+            "only data parallelism and pipelines of a captured model can be predicted",
             where=f"mesh {plan.mesh.pipeline} x {plan.mesh.tensor} (pipeline x tensor)",
-            fix="Plan with tensor = 1",
+            fix="Plan with tensor = 1 and context = 1, or a transformer with paceline plan --model",
+        )
+    if plan.precision not in DTYPE_BYTES:
+        raise UsageError(
+            f"operators of precision {plan.precision} have no measured rates",
+            where="Plan",
+            fix=f"Plan with {' or '.join(DTYPE_BYTES)}",
         )
     if measured is not None:
         check_measured(measured, plan)
-    step = _predict(machine, workload, plan, measured)
-    step_s = step.breakdown.total_s
     costs = cost_model(machine, workload, plan)
+    step = _predict(costs, machine, workload, plan, measured)
+    step_s = step.breakdown.total_s
     interval = step_interval(machine, workload, plan, costs, step.breakdown, measured)
     available_bytes = machine.devices[0].memory_bytes.value
     return Estimate(
@@ -101,11 +107,14 @@ def estimate(
 
 
 def _predict(
-    machine: Machine, workload: Workload, plan: Plan, measured: MeasuredStep | None
+    costs: CostModel,
+    machine: Machine,
+    workload: Workload,
+    plan: Plan,
+    measured: MeasuredStep | None,
 ) -> StepPrediction:
     if plan.mesh.pipeline > 1:
         return predict_pipeline(machine, workload, plan)
-    costs = cost_model(machine, workload, plan)
     breakdown, compute = _breakdown(costs, machine, workload, plan, measured)
     unpriced = unpriced_operators(costs, workload, breakdown.total_s) if measured is None else ()
     memory = memory_bytes(workload, plan, measured)

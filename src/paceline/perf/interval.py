@@ -100,9 +100,8 @@ def class_spreads_s(workload: Workload, costs: CostModel) -> float:
     """Return the half width of compute that is predicted from operator classes."""
     seconds: dict[str, float] = {}
     for layer in workload.layers:
-        for operation in layer.operations:
-            cost_s = costs.cost(operation).total_s * operation.count
-            seconds[operation.operator] = seconds.get(operation.operator, 0.0) + cost_s
+        for operator, cost_s in costs.layer(layer.operations).classes.items():
+            seconds[operator] = seconds.get(operator, 0.0) + cost_s
     return math.hypot(
         *(CLASS_SPREAD.get(name, OTHER_SPREAD) * total for name, total in seconds.items()), 0.0
     )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 # Processes have more than their tensors: kernels' code and buffers, and holes between tensors.
 # Measured by bench/predict_unseen.py; see bench/LOG.md.
-KERNEL_BYTES = 8 << 20
+KERNEL_BYTES = 16 << 20
 HOLES_SHARE = 0.08  # of the tensors
 
 

@@ -35,9 +35,7 @@ class _Family(NamedTuple):
     dropout: str = ""
 
 
-_LLAMA = _Family(
-    kv_heads="num_key_value_heads", gated=True, tied=False, rotary=True, biases=False
-)
+_LLAMA = _Family(kv_heads="num_key_value_heads", gated=True, tied=False, rotary=True, biases=False)
 _FAMILIES = {
     "gpt2": _Family("n_layer", "n_embd", "n_head", "", "n_inner", "n_positions",
                     learned_positions=True, dropout="resid_pdrop"),

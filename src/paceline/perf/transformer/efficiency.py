@@ -1,4 +1,4 @@
-"""What of a maker's peaks training reaches: priors by kind of device, until measurements refit them.
+"""Which part of a device's peaks training reaches: priors by kind, until measurements refit them.
 
 A machine file may hold an `Efficiency` of its own. Where it holds none, the prior of the device's
 kind is taken; its interval is what is known of such devices, and becomes the step's interval.

@@ -22,6 +22,8 @@ import numpy as np
 
 from paceline.core.errors import UsageError
 from paceline.core.machine import Efficiency, Quantity
+from paceline.core.plan import Plan
+from paceline.perf.transformer.architecture import Architecture
 from paceline.perf.transformer.efficiency import FIGURES, efficiency_of
 from paceline.perf.transformer.network import NETWORK
 from paceline.perf.transformer.step import step_times
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.core.machine import Machine
-    from paceline.core.plan import Plan
-    from paceline.perf.transformer.architecture import Architecture
 
 MODEL_ERROR = 0.03  # expected of the model, relative
 _HUBER = 2.0  # standard deviations from which an equation counts less
@@ -109,6 +109,64 @@ def fit_efficiency(
     return _efficiency(place, spread, len(steps))
 
 
+def pooled(prior: Efficiency, found: Sequence[Efficiency]) -> Efficiency:
+    """Return what is expected of a machine after others with its kind of device were fitted.
+
+    For each figure the mean of the logarithms, each weighted by the inverse of its own variance
+    plus the variance between machines. Of a fitted figure only what its measurements said counts,
+    not the prior that is in it. The variance between machines is what the spread exceeds the own
+    variances by, at least a quarter of the prior's variance: few machines say little of it. Links
+    and the network are no property of the device, and keep their priors.
+
+    Args:
+        prior: of the kind of device, from which all of `found` were fitted.
+        found: efficiencies of other machines; with none, the prior is returned.
+
+    Source: DerSimonian and Laird, Meta-analysis in clinical trials, 1986.
+    """
+    figures = {name: getattr(prior, name) for name in FIGURES}
+    for name in FIGURES:
+        if name not in ("link", "network"):
+            others = [getattr(efficiency, name) for efficiency in found]
+            figures[name] = _pooled_figure(figures[name], others)
+    return Efficiency(**figures)
+
+
+def _pooled_figure(prior: Quantity, found: Sequence[Quantity]) -> Quantity:
+    centre, width = math.log(prior.value), _width(prior)
+    places, own = [centre], [width**2]
+    for quantity in found:
+        information = _width(quantity) ** -2 - width**-2
+        if information > 0.1 * width**-2:  # it was measured
+            seen = math.log(quantity.value) * _width(quantity) ** -2 - centre * width**-2
+            places.append(seen / information)
+            own.append(1 / information)
+    if len(places) == 1:
+        return prior
+    weights = 1 / np.array(own)
+    mean = float(weights @ places / weights.sum())
+    excess = float(weights @ (np.array(places) - mean) ** 2) - (len(places) - 1)
+    scale = weights.sum() - (weights**2).sum() / weights.sum()
+    between = max(width**2 / 4, excess / scale)
+    weights = 1 / (np.array(own) + between)
+    mean = float(weights @ places / weights.sum())
+    deviation = math.sqrt(between + 1 / weights.sum())
+    return Quantity(
+        value=math.exp(mean),
+        source="fit",
+        low=math.exp(mean - 2 * deviation),
+        high=math.exp(mean + 2 * deviation),
+        reference=f"{len(places) - 1} other machines with its kind of device",
+    )
+
+
+def _width(quantity: Quantity) -> float:
+    """Return the standard deviation of a logarithm; the interval is twice that each way."""
+    if not quantity.low or not quantity.high:
+        return 0.1
+    return max(math.log(quantity.high / quantity.low) / 4, 1e-3)
+
+
 def informative(
     machine: Machine, steps: Sequence[MeasuredStep], count: int, prior: Efficiency | None = None
 ) -> tuple[int, ...]:
@@ -145,16 +203,13 @@ def _centre_and_width(
     """
     figures = [getattr(start, name) for name in FIGURES]
     centre = np.array([math.log(figure.value) for figure in figures])
-    width = [
-        math.log(figure.high / figure.low) / 4 if figure.low and figure.high else 0.1
-        for figure in figures
-    ]
+    width = [_width(figure) for figure in figures]
     network = machine.link(NETWORK)
     bandwidth = network.bandwidth_bytes_per_s if network else None
     if bandwidth and bandwidth.low and bandwidth.high:
         index = FIGURES.index("network")
-        width[index] = math.hypot(width[index], math.log(bandwidth.high / bandwidth.low) / 4)
-    return centre, np.maximum(np.array(width), 1e-3)
+        width[index] = math.hypot(width[index], _width(bandwidth))
+    return centre, np.array(width)
 
 
 def _limits() -> NDArray[np.float64]:
@@ -212,9 +267,7 @@ def _cost(
     return float(robust.sum() + (((place - centre) / width) ** 2).sum() / 2)
 
 
-def _efficiency(
-    place: NDArray[np.float64], spread: NDArray[np.float64], count: int
-) -> Efficiency:
+def _efficiency(place: NDArray[np.float64], spread: NDArray[np.float64], count: int) -> Efficiency:
     figures = {}
     for name, value, deviation in zip(FIGURES, place, spread, strict=True):
         figures[name] = Quantity(

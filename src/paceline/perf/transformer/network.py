@@ -1,7 +1,7 @@
 """Seconds of collectives and messages between the ranks of a large job, over two levels of links.
 
-A `Group` says how the ranks of one axis of the mesh lie on nodes, and how many such groups use a
-node's links at the same time. Costs are those of `paceline.schedules.cost` for rings in closed
+A `RankGroup` says how the ranks of one axis of the mesh lie on nodes, and how many such groups use
+a node's links at the same time. Costs are those of `paceline.schedules.cost` for rings in closed
 form, since a replay of 1,024 ranks has two million transfers; a property test pins the two to each
 other. A step of a ring lasts as long as its slowest message, each of which takes ``latency + bytes
 on the shared link / bandwidth``.
@@ -22,14 +22,11 @@ if TYPE_CHECKING:
     from paceline.core.plan import Mesh
 
 NETWORK = "network"
-# Of the bandwidth that collectives reach: a message between two ranks is one flow, which begins
-# when both are ready, whereas a ring keeps many flows going.
-MESSAGE_SHARE = 0.7
 _NOT_BETWEEN_DEVICES = (NETWORK, "host", "loopback")
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RankGroup:
     """Ranks that take part in a collective.
 
     Attributes:
@@ -49,7 +46,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class LevelCost:
     """A link as a group of ranks sees it: seconds of latency, and per byte."""
 
     latency_s: float
@@ -67,8 +64,8 @@ class Network:
         node_devices: devices of a node.
     """
 
-    inside: Level | None
-    across: Level | None
+    inside: LevelCost | None
+    across: LevelCost | None
     node_devices: int
 
     @classmethod
@@ -88,9 +85,7 @@ class Network:
                 why=f"its levels: {', '.join(link.level for link in machine.links) or 'none'}",
                 fix="Add a link of the level 'network' to the machine file, or probe two nodes",
             )
-        inside = next(
-            (link for link in machine.links if link.level not in _NOT_BETWEEN_DEVICES), None
-        )
+        inside = machine.link(inside_level(machine))
         taper, fabric = 1.0, machine.fabric
         if fabric and fabric.taper and 0 < fabric.group_nodes < nodes:
             taper = fabric.taper.value
@@ -100,12 +95,12 @@ class Network:
             node_devices=max(1, machine.devices[0].count),
         )
 
-    def group(self, size: int, stride: int) -> Group:
+    def group(self, size: int, stride: int) -> RankGroup:
         """Return the ranks of an axis of which neighbours lie `stride` ranks apart."""
         per_node = max(1, min(size, self.node_devices // max(1, stride)))
-        return Group(size, per_node, max(1, self.node_devices // per_node))
+        return RankGroup(size, per_node, max(1, self.node_devices // per_node))
 
-    def ring_step_s(self, group: Group, size_bytes: float) -> float:
+    def ring_step_s(self, group: RankGroup, size_bytes: float) -> float:
         """Return the seconds in which each rank of a ring passes `size_bytes` to the next one."""
         steps = []
         if group.per_node > 1 and self.inside is not None:
@@ -118,12 +113,12 @@ class Network:
             steps.append(self.across.latency_s + moved * self.across.s_per_byte)
         return max(steps, default=0.0)
 
-    def all_gather_s(self, group: Group, size_bytes: float) -> float:
+    def all_gather_s(self, group: RankGroup, size_bytes: float) -> float:
         """Return the seconds of an all-gather (or reduce-scatter) of a result of `size_bytes`."""
         steps = group.ranks - 1
         return steps * self.ring_step_s(group, size_bytes / group.ranks) if steps else 0.0
 
-    def all_reduce_s(self, group: Group, size_bytes: float) -> float:
+    def all_reduce_s(self, group: RankGroup, size_bytes: float) -> float:
         """Return the seconds of an all-reduce: one ring, or rings on two levels if faster.
 
         On two levels a node reduces and scatters, each shard is reduced between nodes, and a node
@@ -132,8 +127,8 @@ class Network:
         flat_s = 2 * self.all_gather_s(group, size_bytes)
         if group.nodes == 1 or group.per_node == 1:
             return flat_s
-        within = Group(group.per_node, group.per_node, group.concurrent)
-        between = Group(group.nodes, 1, group.concurrent * group.per_node)
+        within = RankGroup(group.per_node, group.per_node, group.concurrent)
+        between = RankGroup(group.nodes, 1, group.concurrent * group.per_node)
         shard_bytes = size_bytes / group.per_node
         levels_s = 2 * self.all_gather_s(within, size_bytes)
         levels_s += 2 * self.all_gather_s(between, shard_bytes)
@@ -156,14 +151,20 @@ class Network:
         if level is None:
             return 0.0
         senders = min(stride, self.node_devices) if level.shared else 1
-        return level.latency_s + size_bytes * level.s_per_byte * senders / MESSAGE_SHARE
+        return level.latency_s + size_bytes * level.s_per_byte * senders
 
 
-def _level(link: Link | None, efficiency: float) -> Level | None:
+def inside_level(machine: Machine) -> str:
+    """Return the level of the links between devices of a node; ``node`` if there is none."""
+    levels = (link.level for link in machine.links if link.level not in _NOT_BETWEEN_DEVICES)
+    return next(levels, "node")
+
+
+def _level(link: Link | None, efficiency: float) -> LevelCost | None:
     if link is None:
         return None
     bandwidth = link.bandwidth_bytes_per_s.value * efficiency
-    return Level(link.latency_s.value, 1 / bandwidth, link.sharing in ("node", "all"))
+    return LevelCost(link.latency_s.value, 1 / bandwidth, link.sharing in ("node", "all"))
 
 
 def strides(mesh: Mesh) -> dict[str, int]:

@@ -26,8 +26,8 @@ from paceline.perf.transformer.efficiency import efficiency_of
 from paceline.perf.transformer.lanes import LaneTask, pass_s
 from paceline.perf.transformer.layer import ACTIVATION_BYTES, Product, layer_work
 from paceline.perf.transformer.memory import rank_parameters, stage_layer_counts
-from paceline.perf.transformer.network import Group, Network, strides
-from paceline.perf.transformer.pipelining import StageTimes, batch_s
+from paceline.perf.transformer.network import Network, RankGroup, strides
+from paceline.perf.transformer.pipelining import StagePasses, batch_s
 from paceline.perf.transformer.pricing import DeviceRates, layer_seconds
 
 if TYPE_CHECKING:
@@ -35,31 +35,36 @@ if TYPE_CHECKING:
     from paceline.core.plan import Plan
     from paceline.perf.transformer.architecture import Architecture
 
-# Bytes that the loss moves per logit, operator by operator: the product writes 2; widening 6; log of
-# softmax 12, its gradient 12; the loss's own gradient 4; narrowing 6.
+# Bytes that the loss moves per logit, by operator: the product writes 2; widening 6; log of softmax
+# 12, its gradient 12; the loss's own gradient 4; narrowing 6.
 LOGIT_BYTES = 42
 # Bytes per parameter that Adam moves: gradient, two moments and master read, all but the first
 # written, the 16-bit copy; and the norm of the gradients.
 OPTIMIZER_BYTES = 34
+# Of a stage's last backward pass, beside which gradients are reduced: the last bucket is late.
+HIDDEN_SHARE = 0.9
 # Bytes per parameter that adding a microbatch's gradient to a 32-bit sum moves.
 ACCUMULATE_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class StepSeconds:
     """Seconds of a predicted step.
 
     Attributes:
         breakdown: by phase.
         exposed: communication that compute does not hide, by kind.
-        link_bytes: that a rank sends, by level of link.
-        bubble_share: idle time of the pipeline over its time.
+        stretch: time of the pipeline over that of its busiest rank without waiting, at least 1.
     """
 
     breakdown: Breakdown
     exposed: dict[str, float]
-    link_bytes: dict[str, int]
-    bubble_share: float
+    stretch: float
+
+    @property
+    def bubble_share(self) -> float:
+        """Idle time of the busiest rank over the time of the pipeline, 0 to 1."""
+        return max(0.0, 1 - 1 / self.stretch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +125,8 @@ def step_times(
     plan: Plan,
     batch: int,
     efficiency: Efficiency | None = None,
-) -> StepTimes:
+    stretch: float | None = None,
+) -> StepSeconds:
     """Return the predicted seconds of a step.
 
     Args:
@@ -129,6 +135,7 @@ def step_times(
         plan: how it is spread.
         batch: samples of a step over all replicas.
         efficiency: instead of the machine's own; `fitting` varies it.
+        stretch: `StepSeconds.stretch` of a similar prediction, which saves the schedule's replay.
 
     Raises:
         UsageError: the plan does not fit the model or the machine, which may lack a figure.
@@ -139,7 +146,7 @@ def step_times(
     rates = DeviceRates.of(machine, plan.precision, reached)
     network = Network.of(machine, reached, plan.nodes)
     costs = _costs(model, plan, microbatch, rates, network)
-    return _combined(model, plan, costs, rates, network, microbatch)
+    return _combined(model, plan, costs, rates, network, stretch)
 
 
 def _costs(
@@ -175,22 +182,13 @@ def _costs(
     )
 
 
-def _messages_s(
-    plan: Plan, network: Network, stride: int, size_bytes: float
-) -> tuple[float, ...]:
-    """Return the seconds of the message after each stage of the model but the last.
-
-    Interleaved stages go round, so that the last rank sends to the first one.
-    """
+def _messages_s(plan: Plan, network: Network, stride: int, size_bytes: float) -> tuple[float, ...]:
+    """Return the seconds of the message after each rank of the pipeline but the last."""
     ranks = plan.mesh.pipeline
-    once = [network.boundary_s(rank, stride, size_bytes) for rank in range(ranks - 1)]
-    round_s = max(once, default=0.0)
-    return tuple(([*once, round_s] * plan.stages_per_rank)[:-1])
+    return tuple(network.boundary_s(rank, stride, size_bytes) for rank in range(ranks - 1))
 
 
-def _output_products(
-    model: Architecture, plan: Plan, microbatch: float
-) -> tuple[Product, ...]:
+def _output_products(model: Architecture, plan: Plan, microbatch: float) -> tuple[Product, ...]:
     tokens = microbatch * model.sequence / plan.mesh.context
     rows = microbatch if model.patch_inputs else tokens
     share = -(-model.vocab // (64 * plan.mesh.tensor)) * 64  # padded, as trainers do
@@ -203,50 +201,47 @@ def _combined(
     costs: _Costs,
     rates: DeviceRates,
     network: Network,
-    microbatch: float,
-) -> StepTimes:
+    stretch: float | None,
+) -> StepSeconds:
     mesh, counts, count = plan.mesh, stage_layer_counts(model, plan), plan.microbatch_count
     replicas = network.group(mesh.data * mesh.context, mesh.tensor)
     forward_s, backward_s = _stage_passes(model, plan, costs, network, replicas)
-    times = StageTimes(forward_s, backward_s)
-    pipeline_s = batch_s(plan, times, count)
-    busy_s = count * max(
-        sum(forward_s[rank :: mesh.pipeline]) + sum(backward_s[rank :: mesh.pipeline])
+    times = StagePasses(forward_s, backward_s, costs.messages_s)
+    busy = [
+        count * (sum(forward_s[rank :: mesh.pipeline]) + sum(backward_s[rank :: mesh.pipeline]))
         for rank in range(mesh.pipeline)
-    )
+    ]
+    busiest = max(range(mesh.pipeline), key=lambda rank: busy[rank])
+    busy_s = busy[busiest]
+    pipeline_s = busy_s * stretch if stretch else batch_s(plan, times, count)
     parameters = max(rank_parameters(model, plan))
     reduce_s = _reduction_s(plan, parameters, network, replicas)
-    window_s = sum(backward_s[:: mesh.pipeline]) if plan.overlap_data else 0.0
-    exposed_s = max(0.0, reduce_s - window_s * 0.9)
-    share = replicas.ranks if plan.zero else 1
-    optimizer_s = parameters / share * OPTIMIZER_BYTES / rates.bytes_per_s
+    window_s = sum(backward_s[:: mesh.pipeline]) * HIDDEN_SHARE if plan.overlap_data else 0.0
+    exposed = {"gradients": max(0.0, reduce_s - window_s)}
     if plan.zero in (1, 2):
-        exposed_s += network.all_gather_s(replicas, 2 * parameters)
-    per_rank = max(sum(counts[rank :: mesh.pipeline]) for rank in range(mesh.pipeline))
-    compute_forward_s = count * per_rank * costs.layer_forward_s + count * costs.output_forward_s
-    compute_backward_s = count * per_rank * costs.layer_backward_s + count * costs.output_backward_s
-    tensor_s = count * per_rank * (costs.tensor_forward_s + costs.tensor_backward_s)
-    messages_s = 2 * count * plan.stages_per_rank * max(costs.messages_s, default=0.0)
-    gathers_s = max(0.0, busy_s - compute_forward_s - compute_backward_s - tensor_s - messages_s)
+        exposed["gradients"] += network.all_gather_s(replicas, ACTIVATION_BYTES * parameters)
+    layers = count * sum(counts[busiest :: mesh.pipeline])
+    outputs = count * (busiest == mesh.pipeline - 1)
+    compute_forward_s = layers * costs.layer_forward_s + outputs * costs.output_forward_s
+    compute_backward_s = layers * costs.layer_backward_s + outputs * costs.output_backward_s
+    exposed["tensor"] = layers * (costs.tensor_forward_s + costs.tensor_backward_s)
+    exposed["parameters"] = busy_s - compute_forward_s - compute_backward_s - exposed["tensor"]
+    waiting_s = max(0.0, pipeline_s - busy_s)
+    mean_s = sum(costs.messages_s) / mesh.pipeline
+    exposed["pipeline"] = min(waiting_s, 2 * count * plan.stages_per_rank * mean_s)
+    share = replicas.ranks if plan.zero else 1
     breakdown = Breakdown(
         forward=compute_forward_s,
         backward=compute_backward_s,
-        optimizer=optimizer_s,
-        transfer=tensor_s + messages_s + gathers_s + exposed_s,
-        waiting=max(0.0, pipeline_s - busy_s),
+        optimizer=parameters / share * OPTIMIZER_BYTES / rates.bytes_per_s,
+        transfer=sum(exposed.values()),
+        waiting=waiting_s - exposed["pipeline"],
     )
-    exposed = {
-        "tensor": tensor_s,
-        "pipeline": messages_s,
-        "parameters": gathers_s,
-        "gradients": exposed_s,
-    }
-    bubble = max(0.0, pipeline_s - busy_s) / pipeline_s if pipeline_s else 0.0
-    return StepTimes(breakdown, exposed, {}, bubble)
+    return StepSeconds(breakdown, exposed, pipeline_s / busy_s)
 
 
 def _stage_passes(
-    model: Architecture, plan: Plan, costs: _Costs, network: Network, replicas: Group
+    model: Architecture, plan: Plan, costs: _Costs, network: Network, replicas: RankGroup
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the seconds of each stage's forward and backward pass of one microbatch."""
     counts = stage_layer_counts(model, plan)
@@ -259,21 +254,20 @@ def _stage_passes(
         reduce_s = network.all_gather_s(replicas, wide * layer)
     forward, backward = [], []
     for stage, layers in enumerate(counts):
-        messages_s = sum(costs.messages_s[max(0, stage - 1) : stage + 1]) / 2
         ends = stage == last
         layer_s = costs.layer_forward_s + costs.tensor_forward_s
         tasks = [LaneTask(gather_s, layer_s)] * layers
         if ends:
             tasks.append(LaneTask(0.0, costs.output_forward_s))
-        forward.append(pass_s(tasks) + messages_s)
+        forward.append(pass_s(tasks))
         layer_s = costs.layer_backward_s + costs.tensor_backward_s
         tasks = [LaneTask(0.0, costs.output_backward_s)] if ends else []
         tasks += [LaneTask(gather_s, layer_s, reduce_s)] * layers
-        backward.append(pass_s(tasks) + messages_s)
+        backward.append(pass_s(tasks))
     return tuple(forward), tuple(backward)
 
 
-def _reduction_s(plan: Plan, parameters: float, network: Network, replicas: Group) -> float:
+def _reduction_s(plan: Plan, parameters: float, network: Network, replicas: RankGroup) -> float:
     """Return the seconds of reducing a rank's gradients once a step; ZeRO-3 does it by layer."""
     if replicas.ranks == 1 or plan.zero == 3:
         return 0.0

@@ -139,7 +139,7 @@ class Allocator:
         self._pool = redirect_allocations(_TORCH_LIBRARY)
         # The most that the process had beside the pool, in this step and in the one before.
         self._others_bytes = self._others_before_bytes = 0
-        # The most that it had for a while within an interval: in the recorded step, and in this one.
+        # The most that it had for a while within an interval: in the recorded step, and now.
         self._passing_bytes = self._passing_now_bytes = 0
         self._others_at_begin = 0  # of the interval
 
