@@ -93,6 +93,9 @@ def test_what_a_program_writes_is_read_back_and_drained(tmp_path):
     assert tree(target) == {"a/b/sh": Path("/bin/sh").read_bytes(), "a/x": b"x\n"}
     done.assert_nothing_left()
     assert not Path(POINT).exists()
+    report = json.loads((tmp_path / "RUN" / "output" / "shared-00000.json").read_text())
+    size = sum(len(body) for body in tree(target).values())
+    assert (report["files"], report["bytes"], report["problems"]) == (2, size, {})
 
 
 @pytest.mark.parametrize("name", ["output_calls.py", "output_commands.sh"])
