@@ -161,6 +161,15 @@ def test_checkpoints_rotate_on_two_nodes(tmp_path):
     assert (target / "log.txt").read_text().split() == [str(step) for step in range(1, 9)]
 
 
+def test_sharded_checkpoints_are_saved_and_loaded_on_two_nodes(tmp_path):
+    target = tmp_path / "shared"
+    done = run_nodes(tmp_path, target, SCRIPTS / "output_sharded.py", POINT)
+    assert [task.code for task in done] == [0, 0], done[0].err + done[1].err
+    assert [task.out for task in done] == ["['step2']\n"] * 2
+    files = {".metadata", "__0_0.distcp", "__1_0.distcp"}
+    assert set(tree(target)) == {f"step2/{name}" for name in files}
+
+
 WRITES = """
 import os, signal, sys
 from pathlib import Path
