@@ -170,6 +170,45 @@ def test_sharded_checkpoints_are_saved_and_loaded_on_two_nodes(tmp_path):
     assert set(tree(target)) == {f"step2/{name}" for name in files}
 
 
+def test_tasks_of_a_slurm_step_share_the_output_of_their_node(tmp_path):
+    """Four tasks on two hosts, with the variables that srun would give them."""
+    require_networks()
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "x").write_text("data")
+    store.pack(store.Folder(tmp_path / "plain"), tmp_path / "pack")
+    script = (
+        'cat /mnt/x/x >"$1/$SLURM_PROCID"; while [ $(ls "$1" | wc -l) -lt 4 ]; do sleep 0.05; done'
+    )
+    words = ("/bin/sh", "-c", f'{script}; cat "$1"/*', "sh", POINT)
+    with network(2) as hosts:
+        step = {
+            "SLURM_JOB_ID": "7",
+            "SLURM_STEP_ID": "1",
+            "SLURM_NTASKS": "4",
+            "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+            "SLURM_STEP_NODELIST": hosts[0][0],
+        }
+        tasks = [
+            Launched(
+                tmp_path,
+                *("run", "--no-record", "--out", "RUN", "--data", f"{tmp_path / 'pack'}:/mnt/x"),
+                *("--output", f"{tmp_path / 'shared'}:{POINT}", *words),
+                prefix=hosts[number // 2][1],
+                env={
+                    **step,
+                    "SLURM_PROCID": str(number),
+                    "SLURM_LOCALID": str(number % 2),
+                    "SLURM_NODEID": str(number // 2),
+                },
+            )
+            for number in range(4)
+        ]
+        done = [task.wait() for task in tasks]
+    assert [(task.code, task.out) for task in done] == [(0, "data" * 4)] * 4, done[0].err
+    assert tree(tmp_path / "shared") == {str(number): b"data" for number in range(4)}
+    assert all(task.running() == [] for task in done)
+
+
 WRITES = """
 import os, signal, sys
 from pathlib import Path
