@@ -113,6 +113,7 @@ def test_programs_find_an_output_as_they_find_a_folder(tmp_path, name):
     done.assert_nothing_left()
 
 
+@pytest.mark.campaign("e2e")
 @pytest.mark.parametrize("rank", [0, 1])  # one of both orders the changes
 @pytest.mark.parametrize("name", ["output_calls.py", "output_commands.sh"])
 def test_a_program_of_one_node_of_two_finds_a_folder(tmp_path, name, rank):
@@ -127,6 +128,7 @@ def test_a_program_of_one_node_of_two_finds_a_folder(tmp_path, name, rank):
     assert tree(tmp_path / "shared") == tree(plain)
 
 
+@pytest.mark.campaign("e2e")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_names_on_one_node_of_two_have_one_writer(tmp_path, rank):
     words = (sys.executable, SCRIPTS / "output_publishing.py", POINT)
@@ -135,7 +137,9 @@ def test_names_on_one_node_of_two_have_one_writer(tmp_path, rank):
     assert done[rank].out == "all as expected\n"
 
 
-@pytest.mark.parametrize("where", ["here", "network"])
+@pytest.mark.parametrize(
+    "where", ["here", pytest.param("network", marks=pytest.mark.campaign("e2e"))]
+)
 def test_what_one_node_does_the_other_finds(tmp_path, where):
     flags = tmp_path / "flags"
     flags.mkdir()
@@ -161,6 +165,7 @@ def test_checkpoints_rotate_on_two_nodes(tmp_path):
     assert (target / "log.txt").read_text().split() == [str(step) for step in range(1, 9)]
 
 
+@pytest.mark.campaign("e2e")
 def test_sharded_checkpoints_are_saved_and_loaded_on_two_nodes(tmp_path):
     target = tmp_path / "shared"
     done = run_nodes(tmp_path, target, SCRIPTS / "output_sharded.py", POINT)
@@ -170,6 +175,7 @@ def test_sharded_checkpoints_are_saved_and_loaded_on_two_nodes(tmp_path):
     assert set(tree(target)) == {f"step2/{name}" for name in files}
 
 
+@pytest.mark.campaign("launchers")
 def test_tasks_of_a_slurm_step_share_the_output_of_their_node(tmp_path):
     """Four tasks on two hosts, with the variables that srun would give them."""
     require_networks()
@@ -236,6 +242,7 @@ print(rank, "lost", lost, file=sys.stderr)
 """
 
 
+@pytest.mark.campaign("faults")
 @pytest.mark.parametrize("node", [0, 1])
 def test_servers_of_two_nodes_are_killed_and_go_on(tmp_path, node):
     """No write, rename or read fails, and all nodes have the same names in the end."""
@@ -379,6 +386,7 @@ def test_of_two_nodes_that_create_a_name_one_does(tmp_path):
     assert [found.count(b"0"), found.count(b"1")] == won
 
 
+@pytest.mark.campaign("faults")
 def test_of_processes_on_one_node_that_create_a_name_one_does(tmp_path):
     script = tmp_path / "race.py"
     script.write_text(RACE)
@@ -395,6 +403,7 @@ def test_a_name_is_there_when_its_file_is_closed_and_has_one_writer(tmp_path):
     done.assert_nothing_left()
 
 
+@pytest.mark.campaign("e2e")
 def test_checkpoints_of_an_unchanged_script_rotate(tmp_path):
     script = SCRIPTS / "output_checkpoints.py"
     target = tmp_path / "shared"
