@@ -22,7 +22,6 @@ from paceline.perf.caveats import (
 from paceline.perf.communication import all_reduce_s, broadcast_s, exposed_s, make_buckets
 from paceline.perf.compute import (
     COMPUTE_PHASES,
-    DTYPE_BYTES,
     RESIDUALS,
     StepCompute,
     StepPrediction,
@@ -33,7 +32,7 @@ from paceline.perf.compute import (
     step_compute,
 )
 from paceline.perf.interval import check_measured, step_interval
-from paceline.perf.memory import memory_bytes
+from paceline.perf.memory import DTYPE_BYTES, memory_bytes
 from paceline.perf.pipeline import predict_pipeline
 
 if TYPE_CHECKING:
