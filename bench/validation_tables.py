@@ -16,7 +16,7 @@ from paceline.perf.transformer.architecture import Architecture
 from paceline.perf.transformer.fitting import MeasuredStep
 
 SHAPES = json.loads((Path(__file__).parent / "bigscience_shapes.json").read_text())["rows"]
-VARIANTS = 3  # stages per rank that are tried where a source does not say
+VARIANTS = 1
 
 
 @dataclass
@@ -71,11 +71,12 @@ def korthikanti(folder):
         case = Case("korthikanti", name, "selene")
         sequence = "seq" in row["mode"] or row["mode"] in ("both", "any")
         selective = "selective" in row["mode"] or row["mode"] in ("both", "any")
+        recompute = "full" if "full" in row["mode"] else "selective" if selective else "none"
         dp = int(row["gpus"]) // (tp * pp)
         plan = Plan(
             mesh=Mesh(data=dp, tensor=tp, pipeline=pp), nodes=nodes_of(int(row["gpus"])),
             microbatches=batch // mb // dp, stages_per_rank=v, sequence_parallel=sequence,
-            recompute="selective" if selective else "none", **MEGATRON,
+            recompute=recompute, **MEGATRON,
         )  # fmt: skip
         value = float(row["value"])
         case.step = MeasuredStep(model=model, plan=plan, batch=batch, step_s=1.0)
@@ -111,7 +112,8 @@ def sc21_candidates(
                 continue
             plans.append(Plan(
                 mesh=Mesh(data=dp, tensor=tp, pipeline=pp), nodes=nodes_of(gpus),
-                microbatches=batch // dp // mb, stages_per_rank=v, recompute="full", **MEGATRON,
+                microbatches=batch // dp // mb, stages_per_rank=v, recompute="full",
+                reduce_precision="bfloat16", **MEGATRON,
             ))  # fmt: skip
     return plans
 

@@ -44,6 +44,7 @@ enum {
   forked_without_exec = 0x40, /* PF_FORKNOEXEC of the kernel, in /proc/PID/stat */
   look_ms = 10,
   answer_s = 900,  /* of a server, which itself waits for other nodes */
+  most_attempts = 5,
   restart_ms = 10000, /* for a server that was killed to be there again */
 };
 
@@ -207,10 +208,11 @@ static int exchange(int server, const char* request, size_t size) {
   ssize_t length;
   while ((length = send(server, request, size, MSG_NOSIGNAL)) < 0 && errno == EINTR) {
   }
-  if (length < 0) return errno;
+  if (length < 0) return errno == EPIPE ? ECONNRESET : errno;
   while ((length = recv(server, &code, sizeof code, 0)) < 0 && errno == EINTR) {
   }
-  return length == sizeof code ? (int)code : EIO;
+  if (length == sizeof code) return (int)code;
+  return length == 0 ? ECONNRESET : errno;
 }
 
 /* Asks the server of this node to do something with a path; 0 or an errno. `more` may be NULL. */
@@ -219,13 +221,20 @@ static int ask_server(const Mount* mount, const char* what, const char* kernel_p
   char request[2 * PATH_MAX + 64];
   const int before = errno;
   size_t size = (size_t)snprintf(request, sizeof request, "%s", what) + 1;
+  char* again = request + size;
+  memcpy(again, "0", 2);
+  size += 2;
   size += (size_t)snprintf(request + size, sizeof request - size, "%s", kernel_path + mount->tree_length + 1) + 1;
   if (more != NULL) size += (size_t)snprintf(request + size, sizeof request - size, "%s", more) + 1;
   size += (size_t)snprintf(request + size, sizeof request - size, "%u", number);
-  const int server = connect_server(mount);
-  const int problem = server < 0 ? errno : exchange(server, request, size);
-  if (server >= 0) REAL(close)(server);
-  if (server < 0 || problem == EIO) {
+  int problem = ECONNRESET;
+  for (int attempt = 0; attempt < most_attempts && problem == ECONNRESET; ++attempt) {
+    const int server = connect_server(mount);
+    problem = server < 0 ? errno : exchange(server, request, size);
+    if (server >= 0) REAL(close)(server);
+    *again = '1'; /* a server that was killed may have done it */
+  }
+  if (problem == EIO || problem == ECONNRESET || problem == ECONNREFUSED || problem == EAGAIN) {
     dprintf(STDERR_FILENO, "paceline: %s: the server of this node could not %s it: %s\n",
             kernel_path + mount->tree_length + 1, what, strerror(problem));
   }

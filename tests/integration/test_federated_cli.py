@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -103,6 +104,19 @@ def test_a_run_is_scored_and_paid(tmp_path, config):
     again = fed("run", config, "--out", folder)
     assert again.returncode == 2
     assert "has files" in again.stderr
+
+
+def test_silos_of_a_facility_whose_jobs_wait_in_queues():
+    facility = Path(__file__).parents[2] / "examples/facility.toml"
+    done = fed("simulate", facility, "--strategy", "paceline", "--strategy", "random", "--json")
+    assert done.returncode == 0, done.stderr
+    results = {result["strategy"]: result for result in json.loads(done.stdout)["results"]}
+    ours, waiting = results["paceline"], results["random"]
+    assert len(ours["returned"]) == 8
+    assert ours["never_used"] == ours["never_online"] == 0
+    # A synchronous round waits for the longest queue.
+    assert 2 * ours["to_target_s"] < waiting["to_target_s"]
+    assert ours["final"] > 0.9
 
 
 def test_clients_that_fail_are_named_and_unpaid_and_the_others_go_on(tmp_path, config):

@@ -12,6 +12,7 @@ import pytest
 from launching import Launched, await_true, paceline
 from networks import network, require_networks
 
+from paceline import store
 from paceline.core.processes import stat_fields
 from paceline.store.posix.mounts import variables
 from paceline.store.serve.drain import HIDDEN, Drain, DrainRoom
@@ -157,6 +158,151 @@ def test_checkpoints_rotate_on_two_nodes(tmp_path):
     assert (target / "log.txt").read_text().split() == [str(step) for step in range(1, 9)]
 
 
+WRITES = """
+import os, signal, sys
+from pathlib import Path
+
+top, flags, rank = Path(sys.argv[1]), Path(sys.argv[2]), os.environ["RANK"]
+(flags / rank).touch()
+lost = 0
+for number in range(1000):
+    if (flags / "end").exists():
+        break
+    path = top / f"{rank}-{number}"
+    try:
+        path.write_text(rank)
+        path.rename(top / f"{rank}-kept-{number}")
+        assert (top / f"{rank}-kept-{number}").read_text() == rank
+    except (OSError, AssertionError):
+        lost += 1
+    signal.sigtimedwait([], 0.01)
+(flags / f"ended{rank}").touch()
+while not all((flags / f"ended{k}").exists() for k in range(2)):
+    signal.sigtimedwait([], 0.02)
+for path in sorted(top.iterdir()):
+    print(path.name, path.read_text())
+print(rank, "lost", lost, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_servers_of_two_nodes_are_killed_and_go_on(tmp_path, node):
+    """No write, rename or read fails, and all nodes have the same names in the end."""
+    flags, target = tmp_path / "flags", tmp_path / "shared"
+    flags.mkdir()
+    script = tmp_path / "writes.py"
+    script.write_text(WRITES)
+    options = ("run", "--no-record", "--out", "RUN", "--output", f"{target}:{POINT}")
+    tasks = [
+        Launched(
+            tmp_path,
+            *(*options, "--nnodes", 2, "--node-rank", number),
+            *("--rdzv-endpoint", "127.0.0.1:28403", script, POINT, flags),
+        )
+        for number in range(2)
+    ]
+    with tasks[0], tasks[1]:
+        await_true(lambda: len(list(flags.iterdir())) == 2, "both programs to start")
+        for count in (15, 30):
+            await_true(lambda count=count: len(tree(target)) >= count, "files to be drained")
+            os.kill(servers(tasks[node])[0][0], signal.SIGKILL)
+        (flags / "end").touch()
+        done = [task.wait() for task in tasks]
+    assert [task.code for task in done] == [0, 0], done[0].err + done[1].err
+    assert done[0].out == done[1].out != "", done[0].err + done[1].err
+    drained = {name: body.decode() for name, body in tree(target).items()}
+    assert dict(line.split() for line in done[0].out.splitlines()) == drained
+    for rank, task in enumerate(done):
+        (said,) = [line for line in task.err.splitlines() if line.startswith(f"{rank} lost")]
+        assert said.endswith(" lost 0"), task.err
+
+
+LOST = """
+import os, signal, sys, time
+from pathlib import Path
+
+top, flags, rank = Path(sys.argv[1]), Path(sys.argv[2]), int(os.environ["RANK"])
+
+def wait_for(name):
+    while not (flags / name).exists():
+        signal.sigtimedwait([], 0.02)
+
+if rank == 0:
+    (top / "drained").write_text("drained")
+    (flags / "written").touch()
+    wait_for("read")
+else:
+    wait_for("killed")
+    print((top / "drained").read_text(), os.listdir(top))
+    (flags / "read").touch()
+"""
+
+
+def test_what_a_lost_node_wrote_is_read_from_the_shared_folder(tmp_path):
+    flags, target = tmp_path / "flags", tmp_path / "shared"
+    flags.mkdir()
+    script = tmp_path / "lost.py"
+    script.write_text(LOST)
+    options = ("run", "--no-record", "--out", "RUN", "--output", f"{target}:{POINT}")
+    tasks = [
+        Launched(
+            tmp_path,
+            *(*options, "--nnodes", 2, "--node-rank", number),
+            *("--rdzv-endpoint", "127.0.0.1:28404", script, POINT, flags),
+        )
+        for number in range(2)
+    ]
+    with tasks[0], tasks[1]:
+        await_true((flags / "written").exists, "the program to write")
+        await_true((target / "drained").exists, "the file to be drained")
+        for pid in [*servers(tasks[0])[1], *servers(tasks[0])[0]]:
+            os.kill(pid, signal.SIGKILL)
+        (flags / "killed").touch()
+        done = [task.wait() for task in tasks]
+    assert done[1].out == "drained ['drained']\n", done[1].err
+    assert done[0].code == 1
+    assert "the server that drains it has ended" in done[0].err
+
+
+def test_a_full_disk_is_an_error_of_the_write_and_of_nothing_else(tmp_path):
+    local = tmp_path / "local"
+    local.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", local]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no mount of a small file system here")
+    script = (
+        'head -c 300000 /dev/zero >"$1/fits"; head -c 3000000 /dev/zero >"$1/large"; echo $?; '
+        'rm "$1/large"; echo after >"$1/after"; cat "$1/after"'
+    )
+    try:
+        words = ("/bin/sh", "-c", script, "sh", POINT)
+        done = run(tmp_path, tmp_path / "shared", *words, options=("--data-folder", local))
+        assert (done.code, done.out) == (0, "1\nafter\n"), done.err
+        assert "No space left on device" in done.err
+        assert {name: len(body) for name, body in tree(tmp_path / "shared").items()} == {
+            "fits": 300_000,
+            "after": 6,
+        }
+        assert list(local.iterdir()) == []
+    finally:
+        subprocess.run(["umount", local], check=True)
+
+
+def test_data_stays_read_only_beside_an_output(tmp_path):
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "x").write_text("data")
+    store.pack(store.Folder(tmp_path / "plain"), tmp_path / "pack")
+    script = (
+        'cp /mnt/x/x "$1/copy"; cat "$1/copy"; echo no >/mnt/x/x; echo no >/mnt/x/y; rm /mnt/x/x; '
+        'mv "$1/copy" /mnt/x/z; mv /mnt/x/x "$1/w"; ls "$1"'
+    )
+    options = ("--data", f"{tmp_path / 'pack'}:/mnt/x")
+    words = ("/bin/sh", "-c", script, "sh", POINT)
+    done = run(tmp_path, tmp_path / "shared", *words, options=options)
+    assert done.out == "datacopy\nw\n", done.err
+    assert done.err.count("Read-only file system") == 5, done.err
+
+
 RACE = """
 import os, sys
 won = 0
@@ -180,6 +326,16 @@ def test_of_two_nodes_that_create_a_name_one_does(tmp_path):
     assert sum(won) == 200
     found = list(tree(tmp_path / "shared").values())
     assert [found.count(b"0"), found.count(b"1")] == won
+
+
+def test_of_processes_on_one_node_that_create_a_name_one_does(tmp_path):
+    script = tmp_path / "race.py"
+    script.write_text(RACE)
+    done = run(tmp_path, tmp_path / "shared", script, POINT, options=("-n", 4))
+    assert done.code == 0, done.err
+    won = [int(line) for line in done.out.split()]
+    assert (len(won), sum(won)) == (4, 200)
+    assert len(tree(tmp_path / "shared")) == 200
 
 
 def test_a_name_is_there_when_its_file_is_closed_and_has_one_writer(tmp_path):

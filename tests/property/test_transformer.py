@@ -47,7 +47,7 @@ def passes(draw, ranks, chunks):
     return StagePasses(tuple(forwards), tuple(backwards))
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(
     st.data(),
     st.sampled_from([("1f1b", 1), ("fill_drain", 1), ("zero_bubble", 1), ("1f1b", 2)]),
@@ -58,9 +58,10 @@ def test_a_large_pipeline_is_extended_as_it_would_be_replayed(data, order, ranks
     schedule, chunks = order
     plan = Plan(mesh=Mesh(pipeline=ranks), schedule=schedule, stages_per_rank=chunks)
     times = data.draw(passes(ranks, chunks))
+    limit = 0.02 if chunks == 1 else 0.05
     whole_s = replayed_s(plan, times, ranks, rounds * ranks)
-    assert _extended(plan, times, rounds * ranks) == pytest.approx(whole_s, rel=0.03)
-    assert _more_microbatches(plan, times, rounds * ranks) == pytest.approx(whole_s, rel=0.02)
+    assert _extended(plan, times, rounds * ranks) == pytest.approx(whole_s, rel=limit)
+    assert _more_microbatches(plan, times, rounds * ranks) == pytest.approx(whole_s, rel=limit)
 
 
 @given(st.integers(2, 8), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.booleans())

@@ -283,6 +283,55 @@ def test_clients_come_and_go():
     assert always.next_change_s() == math.inf
 
 
+def test_silos_wait_in_queues_and_never_leave():
+    options = DeviceOptions(kind="silos", queue_s=300.0, queue_spread=1.0)
+    world = SimulatedClients.make(64, options, np.random.default_rng(0))
+    assert world.online(0.0).all()
+    assert world.next_change_s() == math.inf
+    assert 150 < np.median(world.queue_s) < 600
+    assert world.queue_s.max() > 5 * world.queue_s.min()
+    profiler = Profiler(64)
+    for client in range(64):
+        for _ in range(8):
+            timing, seconds = world.timing(client, 100, 1000)
+            assert seconds > timing.waiting_s > 0
+            profiler.observe(client, timing)
+    expected = profiler.expected_s(100, 2000)
+    assert np.corrcoef(np.log(expected), np.log(world.queue_s))[0, 1] > 0.9
+    again = Profiler(64)
+    again.load_state_dict(profiler.state_dict())
+    assert (again.expected_s(100, 2000) == expected).all()
+
+
+def test_profiles_follow_devices_on_which_other_work_runs():
+    options = DeviceOptions(online=False, busy_share=0.4, busy_factor=4.0)
+    world = SimulatedClients.make(20, options, np.random.default_rng(0))
+    profiler, claims, misses = Profiler(20), [], []
+    for client in range(20):
+        profiler.claim(client, world.sample_s[client], world.down_s[client])
+    times = np.arange(0, 6 * 3600.0, 30.0)
+    busy = np.mean([[world.is_busy(client, at_s) for at_s in times] for client in range(20)])
+    assert 0.3 < busy < 0.5
+    for at_s in times:
+        for client in range(20):
+            timing, _ = world.timing(client, 100, 1000, at_s)
+            expected_s = profiler.expected_s(100, 0)[client]
+            misses.append(abs(np.log(expected_s / timing.compute_s)))
+            claims.append(abs(np.log(world.sample_s[client] * 100 / timing.compute_s)))
+            profiler.observe(client, timing)
+    assert np.mean(misses) < 0.6 * np.mean(claims)
+
+
+def test_impossible_devices_are_refused():
+    for options, message in (
+        ({"kind": "silo"}, "kind 'silo'"),
+        ({"drop_share": 1.5}, "drop_share 1.5"),
+        ({"sample_ms": 0.0}, "sample_ms = 0.0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            DeviceOptions(**options)
+
+
 def test_the_slowest_devices_go_to_the_given_clients():
     world = SimulatedClients.make(
         50, DeviceOptions(), np.random.default_rng(0), [100.0, 200.0, 400.0]

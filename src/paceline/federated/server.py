@@ -191,7 +191,12 @@ class FederationServer:
             self._note(client, "norm", f"norm {norms[index]:.3g}, and {limit:.3g} is the limit")
             self.controller.discarded(client, action.spent_s[index])
         self._norms.update({action.clients[index]: norms[index] for index in kept})
-        return Aggregate(*(tuple(values[index] for index in kept) for values in action))
+        return Aggregate(
+            tuple(action.updates[index] for index in kept),
+            tuple(action.clients[index] for index in kept),
+            tuple(action.staleness[index] for index in kept),
+            tuple(action.spent_s[index] for index in kept),
+        )
 
     def _combined(
         self, clients: Sequence[int], deltas: Sequence[np.ndarray], weights: Sequence[float]

@@ -293,7 +293,10 @@ def to_report(
                     for name in (result.curve[0].by_group if result.curve else ())
                 },
                 unpaid=tuple(
-                    UnpaidRow(row.client, row.check, row.count, row.reason) for row in result.unpaid
+                    UnpaidRow(
+                        client=row.client, check=row.check, count=row.count, reason=row.reason
+                    )
+                    for row in result.unpaid
                 ),
             )
             for result in results

@@ -183,7 +183,8 @@ class FederationSimulation:
         """Return the seconds of each client's work without jitter; shape (clients,)."""
         world, samples = self._world, self._steps * self._work.batch
         transfer: np.ndarray = self._work.model_bytes * (world.down_s + world.up_s)
-        return world.sample_s * samples + transfer
+        total: np.ndarray = world.sample_s * samples + transfer
+        return total + world.queue_s if world.queue_s.size else total
 
     def run(self, budget_s: float, rounds: int, *, target: float = math.inf) -> FederationOutcome:
         """Run until a budget is spent.
@@ -228,7 +229,7 @@ class FederationSimulation:
     def _start(self, now_s: float, action: StartClient) -> None:
         """Draw how long a client takes, and whether its work is lost."""
         samples = int(self._steps[action.client]) * self._work.batch
-        timing, seconds = self._world.timing(action.client, samples, self._work.model_bytes)
+        timing, seconds = self._world.timing(action.client, samples, self._work.model_bytes, now_s)
         lost = self._world.is_lost()
         self._sent_bytes += self._work.model_bytes
         if action.client in self._faults.silent:

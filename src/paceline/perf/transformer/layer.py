@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from paceline.perf.transformer.architecture import Architecture
 
 ACTIVATION_BYTES = 2  # of bfloat16 and float16; float8 products keep 16-bit activations
+TILE = 64  # elements; the tiles of large products
+HEAD_TILE = 32  # elements; kernels for attention have tiles as narrow as its heads
 FUSED_SAVING = 0.6  # of traffic that is left where a compiler fuses neighbours: 5 passes become 3
 
 
@@ -56,10 +58,9 @@ class Product:
         rows = Product(self.rows, self.columns, self.inner, self.count)
         return rows, Product(self.inner, self.rows, self.columns, self.count)
 
-    @property
-    def is_aligned(self) -> bool:
-        """Whether its dimensions fit tiles of 64 elements (128 bytes)."""
-        return not (self.rows % 64 or self.inner % 64 or self.columns % 64)
+    def fits(self, tile: int) -> bool:
+        """Return whether all dimensions are multiples of `tile` elements."""
+        return not (self.rows % tile or self.inner % tile or self.columns % tile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +165,9 @@ def activation_bytes(model: Architecture, plan: Plan, samples: float) -> tuple[f
     mask = 1 if model.dropout else 0
     # inputs of both norms and of both blocks; two masks
     shared = tokens * hidden * (8 + 2 * mask)
-    # q, k, v and the input of the output projection; the activation's input and output
-    inner_tensors = 3 if model.gated else 2
+    # q, k, v and the input of the output projection; the activation's input and output. A gated one
+    # has two inputs, and their product unless a compiler computes it again.
+    inner_tensors = (3 if plan.compiled else 4) if model.gated else 2
     divided = tokens * (2 * hidden + 4 * kv + 2 * hidden + 2 * inner_tensors * inner)
     score_bytes = 2 + (2 + mask if model.dropout else 0)  # softmax; its dropout's output and mask
     scores = tokens * score_bytes * model.heads * model.sequence
@@ -200,11 +202,11 @@ def _divided_traffic(model: Architecture) -> tuple[float, float]:
     """Return bytes per token that the activation function and the layout of heads move.
 
     The activation reads and writes its width (4), in the backward pass it reads gradient and input
-    and writes (6). A gated one multiplies by a second projection (6), and its gradient (10). Heads
-    are split and joined: q, k, v and the output are read and written once (4). Rotary positions
+    and writes (6). A gated one multiplies by a second projection (6), and its gradient (10). The
+    heads' outputs are joined (4); kernels read q, k and v where the product wrote them. Rotary positions
     widen q and k, multiply and narrow them (20).
     """
-    heads = 4 * (2 * model.hidden + 2 * model.kv_width)
+    heads = 4 * model.hidden
     if model.rotary:
         heads += 20 * (model.hidden + model.kv_width)
     forward, backward = (10, 16) if model.gated else (4, 6)
@@ -214,7 +216,8 @@ def _divided_traffic(model: Architecture) -> tuple[float, float]:
 def _score_traffic(model: Architecture) -> float:
     """Return bytes per token that operators on attention scores move in a forward pass.
 
-    Softmax with scale and mask reads and writes (4); dropout reads, writes and has a mask (5). What
-    the two products read and write is part of their own elements.
+    Softmax with scale and mask reads and writes (4); a causal one reads half (3). Dropout reads,
+    writes and has a mask (5). What the two products read and write is part of their own elements.
     """
-    return (4 + (5 if model.dropout else 0)) * model.heads * model.sequence
+    softmax = 3 if model.causal else 4
+    return (softmax + (5 if model.dropout else 0)) * model.heads * model.sequence

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from paceline.perf.transformer.architecture import Architecture
 
 ALLOCATOR_SLACK = 0.05  # of activations and transients; a caching allocator rounds and fragments
+LOGIT_BYTES = 10  # 2 of the product, 4 widened, 4 of the logarithm of softmax
 ADAM_BYTES = {"moments": 8, "master": 4}
 
 
@@ -130,8 +131,8 @@ def _end_activations(model: Architecture, plan: Plan, microbatch: float, rank: i
     """Return bytes before the first and after the last layer.
 
     Source: Korthikanti et al. 2022, section 4.3: dropout of the embedding, the last norm, the input
-    of the output layer, and logits in 32 bits. Half-width logits are there beside them while the
-    loss is computed.
+    of the output layer, and logits in 32 bits. While the loss is computed, half-width logits and
+    their logarithms of softmax are there beside them.
     """
     mesh = plan.mesh
     tokens = microbatch * model.sequence / mesh.context
@@ -141,7 +142,7 @@ def _end_activations(model: Architecture, plan: Plan, microbatch: float, rank: i
         size += shared * min(plan.microbatch_count, mesh.pipeline)
     if rank == mesh.pipeline - 1:
         logits = 0 if model.patch_inputs else tokens * model.vocab / mesh.tensor
-        size += 4 * shared + 6 * logits
+        size += 4 * shared + LOGIT_BYTES * logits
     return size
 
 

@@ -3,7 +3,7 @@
 A product of M x K by K x N takes ``FLOPs / (peak x matmul) + bytes / (memory bandwidth x
 bandwidth)``: the second term is what makes small and thin products slow. Both are added, not the
 larger taken, since a kernel's loads and stores at its ends overlap with nothing. Dimensions that do
-not fit tiles of 64 elements cost the factor `Efficiency.unaligned`. Other operators move bytes.
+not fit tiles (of 64 elements, of heads 32) cost the factor `Efficiency.unaligned`. Other operators move bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import UsageError
 from paceline.perf.transformer.efficiency import efficiency_of
-from paceline.perf.transformer.layer import ACTIVATION_BYTES
+from paceline.perf.transformer.layer import ACTIVATION_BYTES, HEAD_TILE, TILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -88,9 +88,17 @@ class DeviceRates:
         """Return the seconds of matrix products."""
         total_s = 0.0
         for product in products:
-            rate = self.matmul_per_s * (1.0 if product.is_aligned else self.unaligned)
+            rate = self.matmul_per_s * (1.0 if product.fits(TILE) else self.unaligned)
             total_s += product.flops / rate * (1 + TILE_FILL / product.inner)
             total_s += ACTIVATION_BYTES * product.elements / self.bytes_per_s
+        return total_s
+
+    def scores_s(self, products: Iterable[Product]) -> float:
+        """Return the seconds of attention's products where each is a kernel of its own."""
+        total_s = 0.0
+        for product in products:
+            rate = self.attention_per_s * (1.0 if product.fits(HEAD_TILE) else self.unaligned)
+            total_s += product.flops / rate + ACTIVATION_BYTES * product.elements / self.bytes_per_s
         return total_s
 
 
@@ -107,13 +115,14 @@ def layer_seconds(work: LayerWork, rates: DeviceRates) -> tuple[float, float]:
     plan does not keep.
     """
     products_s = rates.products_s(work.products)
-    scores_s = rates.products_s(work.scores)
+    scores_s = rates.scores_s(work.scores)
     softmax_s = work.score_traffic / rates.bytes_per_s
     attention_s = work.attention / rates.attention_per_s
     attend_s = scores_s + softmax_s + attention_s
     forward_s = products_s + attend_s + work.forward_traffic / rates.bytes_per_s
     backward_s = (
-        sum(rates.products_s(product.gradients) for product in work.products + work.scores)
+        sum(rates.products_s(product.gradients) for product in work.products)
+        + sum(rates.scores_s(product.gradients) for product in work.scores)
         + 2 * softmax_s
         + ATTENTION_BACKWARD * attention_s
         + work.backward_traffic / rates.bytes_per_s

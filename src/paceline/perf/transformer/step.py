@@ -41,6 +41,8 @@ LOGIT_BYTES = 42
 # Bytes per parameter that Adam moves: gradient, two moments and master read, all but the first
 # written, the 16-bit copy; and the norm of the gradients.
 OPTIMIZER_BYTES = 34
+# Of a stage's last backward pass, beside which gradients are reduced: the last bucket is late.
+HIDDEN_SHARE = 0.9
 # Bytes per parameter that adding a microbatch's gradient to a 32-bit sum moves.
 ACCUMULATE_BYTES = 8
 
@@ -181,14 +183,9 @@ def _costs(
 
 
 def _messages_s(plan: Plan, network: Network, stride: int, size_bytes: float) -> tuple[float, ...]:
-    """Return the seconds of the message after each stage of the model but the last.
-
-    Interleaved stages go round, so that the last rank sends to the first one.
-    """
+    """Return the seconds of the message after each rank of the pipeline but the last."""
     ranks = plan.mesh.pipeline
-    once = [network.boundary_s(rank, stride, size_bytes) for rank in range(ranks - 1)]
-    round_s = max(once, default=0.0)
-    return tuple(([*once, round_s] * plan.stages_per_rank)[:-1])
+    return tuple(network.boundary_s(rank, stride, size_bytes) for rank in range(ranks - 1))
 
 
 def _output_products(model: Architecture, plan: Plan, microbatch: float) -> tuple[Product, ...]:
@@ -209,39 +206,37 @@ def _combined(
     mesh, counts, count = plan.mesh, stage_layer_counts(model, plan), plan.microbatch_count
     replicas = network.group(mesh.data * mesh.context, mesh.tensor)
     forward_s, backward_s = _stage_passes(model, plan, costs, network, replicas)
-    times = StagePasses(forward_s, backward_s)
-    busy_s = count * max(
-        sum(forward_s[rank :: mesh.pipeline]) + sum(backward_s[rank :: mesh.pipeline])
+    times = StagePasses(forward_s, backward_s, costs.messages_s)
+    busy = [
+        count * (sum(forward_s[rank :: mesh.pipeline]) + sum(backward_s[rank :: mesh.pipeline]))
         for rank in range(mesh.pipeline)
-    )
+    ]
+    busiest = max(range(mesh.pipeline), key=lambda rank: busy[rank])
+    busy_s = busy[busiest]
     pipeline_s = busy_s * stretch if stretch else batch_s(plan, times, count)
     parameters = max(rank_parameters(model, plan))
     reduce_s = _reduction_s(plan, parameters, network, replicas)
-    window_s = sum(backward_s[:: mesh.pipeline]) if plan.overlap_data else 0.0
-    exposed_s = max(0.0, reduce_s - window_s * 0.9)
-    share = replicas.ranks if plan.zero else 1
-    optimizer_s = parameters / share * OPTIMIZER_BYTES / rates.bytes_per_s
+    window_s = sum(backward_s[:: mesh.pipeline]) * HIDDEN_SHARE if plan.overlap_data else 0.0
+    exposed = {"gradients": max(0.0, reduce_s - window_s)}
     if plan.zero in (1, 2):
-        exposed_s += network.all_gather_s(replicas, 2 * parameters)
-    per_rank = max(sum(counts[rank :: mesh.pipeline]) for rank in range(mesh.pipeline))
-    compute_forward_s = count * per_rank * costs.layer_forward_s + count * costs.output_forward_s
-    compute_backward_s = count * per_rank * costs.layer_backward_s + count * costs.output_backward_s
-    tensor_s = count * per_rank * (costs.tensor_forward_s + costs.tensor_backward_s)
-    messages_s = 2 * count * plan.stages_per_rank * max(costs.messages_s, default=0.0)
-    gathers_s = max(0.0, busy_s - compute_forward_s - compute_backward_s - tensor_s - messages_s)
+        exposed["gradients"] += network.all_gather_s(replicas, ACTIVATION_BYTES * parameters)
+    layers = count * sum(counts[busiest :: mesh.pipeline])
+    outputs = count * (busiest == mesh.pipeline - 1)
+    compute_forward_s = layers * costs.layer_forward_s + outputs * costs.output_forward_s
+    compute_backward_s = layers * costs.layer_backward_s + outputs * costs.output_backward_s
+    exposed["tensor"] = layers * (costs.tensor_forward_s + costs.tensor_backward_s)
+    exposed["parameters"] = busy_s - compute_forward_s - compute_backward_s - exposed["tensor"]
+    waiting_s = max(0.0, pipeline_s - busy_s)
+    mean_s = sum(costs.messages_s) / mesh.pipeline
+    exposed["pipeline"] = min(waiting_s, 2 * count * plan.stages_per_rank * mean_s)
+    share = replicas.ranks if plan.zero else 1
     breakdown = Breakdown(
         forward=compute_forward_s,
         backward=compute_backward_s,
-        optimizer=optimizer_s,
-        transfer=tensor_s + messages_s + gathers_s + exposed_s,
-        waiting=max(0.0, pipeline_s - busy_s),
+        optimizer=parameters / share * OPTIMIZER_BYTES / rates.bytes_per_s,
+        transfer=sum(exposed.values()),
+        waiting=waiting_s - exposed["pipeline"],
     )
-    exposed = {
-        "tensor": tensor_s,
-        "pipeline": messages_s,
-        "parameters": gathers_s,
-        "gradients": exposed_s,
-    }
     return StepSeconds(breakdown, exposed, pipeline_s / busy_s)
 
 
@@ -259,17 +254,16 @@ def _stage_passes(
         reduce_s = network.all_gather_s(replicas, wide * layer)
     forward, backward = [], []
     for stage, layers in enumerate(counts):
-        messages_s = sum(costs.messages_s[max(0, stage - 1) : stage + 1]) / 2
         ends = stage == last
         layer_s = costs.layer_forward_s + costs.tensor_forward_s
         tasks = [LaneTask(gather_s, layer_s)] * layers
         if ends:
             tasks.append(LaneTask(0.0, costs.output_forward_s))
-        forward.append(pass_s(tasks) + messages_s)
+        forward.append(pass_s(tasks))
         layer_s = costs.layer_backward_s + costs.tensor_backward_s
         tasks = [LaneTask(0.0, costs.output_backward_s)] if ends else []
         tasks += [LaneTask(gather_s, layer_s, reduce_s)] * layers
-        backward.append(pass_s(tasks) + messages_s)
+        backward.append(pass_s(tasks))
     return tuple(forward), tuple(backward)
 
 

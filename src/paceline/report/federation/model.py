@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 
-class UnpaidRow(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnpaidRow:
     """Updates of a client that were not used or did not come.
 
     Attributes:

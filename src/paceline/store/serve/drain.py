@@ -24,6 +24,7 @@ import logging
 import mmap
 import os
 import stat
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -40,6 +41,7 @@ _LOG = logging.getLogger(__name__)
 HIDDEN = ".paceline-"  # of native/posix/outputs.c
 TREE, ROOM, TARGET = "tree", "room", "target"  # TARGET: text, the path of the target
 _PIECE_BYTES = 8 << 20
+_FOLLOW_S = 5.0  # for links of other nodes to follow a rename
 
 
 class DrainRoom:
@@ -105,6 +107,7 @@ class Drain:
         target: folder of the shared file system.
         room: of the folder.
         keeps_later: whether a file of the target that is later than that of the tree stays.
+        leads: whether this node renames what the target had before, of several with one target.
     """
 
     def __init__(
@@ -114,6 +117,7 @@ class Drain:
         room: DrainRoom,
         *,
         keeps_later: bool = False,
+        leads: bool = True,
     ) -> None:
         self.counts = DrainCounts()
         self.problems: dict[str, OSError] = {}  # by path: why it is not drained
@@ -121,6 +125,8 @@ class Drain:
         self._target = target
         self._room = room
         self._keeps_later = keeps_later
+        self._leads = leads
+        self._renamed: list[tuple[Path, int, float]] = []  # old name, inode, when
         self._drained: dict[str, FileState] = {}
         self._folders: set[str] = set()
         self._elsewhere: set[str] = set()  # names of files that other nodes wrote
@@ -136,7 +142,7 @@ class Drain:
             return
         begun = self._tree.with_name(f"{TREE}-begun")
         begun.mkdir(exist_ok=True)
-        for name, entry in _walk(self._target):
+        for name, entry in walk(self._target):
             place = begun / name
             if entry.is_dir(follow_symlinks=False):
                 place.mkdir(exist_ok=True)
@@ -163,13 +169,14 @@ class Drain:
         self._settle(published_bytes - waiting_bytes)
         copied = [self._copy(name, state) for name, state in left.items()]
         self._remove(folders, files)
+        self._remove_renamed(_FOLLOW_S)
         for name in self.problems.keys() - left.keys():
             del self.problems[name]
         return len(copied) - sum(copied)
 
     def remove_stale(self) -> None:
         """Remove what writers left that were killed before they closed a file."""
-        for name, entry in _walk(self._tree, hidden=True):
+        for name, entry in walk(self._tree, hidden=True):
             if entry.name.startswith(HIDDEN):
                 _remove_unlocked(self._tree / name)
 
@@ -179,7 +186,7 @@ class Drain:
         What is renamed while this looks is seen by the next step.
         """
         folders, files, elsewhere = set(), {}, set()
-        for name, entry in _walk(self._tree):
+        for name, entry in walk(self._tree):
             with suppress(FileNotFoundError):
                 if entry.is_dir(follow_symlinks=False):
                     folders.add(name)
@@ -204,15 +211,27 @@ class Drain:
         current = link.readlink()
         if current == wanted:
             return
-        wanted.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
+        found = current.stat()
+        if self._leads:
+            wanted.parent.mkdir(parents=True, exist_ok=True)
             wanted.unlink(missing_ok=True)
             wanted.hardlink_to(current)
+            self._renamed.append((current, found.st_ino, time.monotonic()))
+            self.counts.renamed += 1
+        elif not wanted.exists() or wanted.stat().st_ino != found.st_ino:
+            return  # until the node that leads has renamed it
         fresh = link.with_name(f"{HIDDEN}link-{link.name}"[:255])
         fresh.symlink_to(wanted)
         fresh.rename(link)
-        current.unlink(missing_ok=True)
-        self.counts.renamed += 1
+
+    def _remove_renamed(self, age_s: float) -> None:
+        """Remove old names once the links of all nodes have followed."""
+        due_s = time.monotonic() - age_s
+        for current, inode, at_s in self._renamed:
+            with suppress(OSError):
+                if at_s <= due_s and current.lstat().st_ino == inode:
+                    current.unlink()
+        self._renamed = [renamed for renamed in self._renamed if renamed[2] > due_s]
 
     def _is_in_target(self, name: str, state: FileState) -> bool:
         """Return whether a drain before this one has copied a file."""
@@ -239,6 +258,7 @@ class Drain:
 
     def verify(self) -> None:
         """Have the next step copy again what the target has lost or has otherwise."""
+        self._remove_renamed(0.0)
         for name in [name for name in self._drained if not self._has_drained(name)]:
             if not (self._tree / name).is_symlink():
                 del self._drained[name]
@@ -362,7 +382,7 @@ def drain_error(target: str, folder: str, problems: dict[str, str]) -> StorageEr
     )
 
 
-def _walk(top: Path, *, hidden: bool = False) -> Iterator[tuple[str, os.DirEntry[str]]]:
+def walk(top: Path, *, hidden: bool = False) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """Yield what is below a folder, by its path from there; a folder before what is in it."""
     waiting = [""]
     while waiting:

@@ -18,12 +18,10 @@ import fcntl
 import os
 import stat
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from pathlib import Path
+from typing import Any, Literal, Self
 
-from paceline.store.serve.drain import HIDDEN, TREE
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from paceline.store.serve.drain import HIDDEN, TREE, walk
 
 COPIES, EMPTY = "copies", "empty"
 
@@ -104,6 +102,16 @@ class OutputNames:
         place = self._tree / path
         return place.with_name(HIDDEN + place.name)
 
+    def written(self) -> list[str]:
+        """Return the paths that programs of this node write now."""
+        hidden = [
+            Path(name)
+            for name, entry in walk(self._tree, hidden=True)
+            if entry.name.startswith(HIDDEN)
+        ]
+        paths = [str(path.with_name(path.name.removeprefix(HIDDEN))) for path in hidden]
+        return [path for path in paths if self.is_written(path)]
+
     def is_written(self, path: str) -> bool:
         """Return whether a program of this node writes a file now."""
         try:
@@ -134,6 +142,13 @@ class OutputNames:
             mtime_ns=found.st_mtime_ns,
             mode=stat.S_IMODE(found.st_mode),
         )
+
+    def is_published_here(self, path: str) -> bool:
+        """Return whether a path means a file that was written on this node."""
+        try:
+            return stat.S_ISREG((self._tree / path).lstat().st_mode)
+        except OSError:
+            return False
 
     def open_own(self, path: str, identity: str, size: int) -> int:
         """Return a descriptor of a file that was written here.
@@ -195,6 +210,8 @@ class OutputNames:
             copy.chmod(change.mode)
             os.utime(copy, ns=(change.mtime_ns, change.mtime_ns))
             self._point(path, copy)
+            if before == copy:  # the same change once more, after a server was killed
+                return
         self._forget(before)
 
     def _rename(self, path: Path, to: Path) -> None:

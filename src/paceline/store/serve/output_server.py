@@ -32,11 +32,12 @@ from paceline.core.processes import die_with_parent, signal_name
 from paceline.core.record import Record
 from paceline.store.serve.card import NodeAddress
 from paceline.store.serve.drain import ROOM, TARGET, Drain, DrainRoom
-from paceline.store.serve.output_node import OutputNode
+from paceline.store.serve.output_node import OutputNode, leader_of
 
 _STEP_S = 0.1  # between two looks at what is new
 _STALE_S = 2.0  # between two looks for what killed writers left
 _NICENESS = 10
+_PROGRESS_S = 5.0  # between two lines on what is left at the end
 _RETRY_S = 0.5  # at the end, between two attempts
 _MOST_SHORT, _STEADY_S = 3, 2.0  # so many servers in a row that live shorter are enough
 READY = "ready"
@@ -157,7 +158,9 @@ def _fork(spec: OutputSpec) -> int:
 
 def _serve(spec: OutputSpec) -> int:
     folder = Path(spec.folder)
-    drain = Drain(folder, Path(spec.target), DrainRoom(folder / ROOM))
+    leads = not spec.nodes or leader_of(spec.target, len(spec.nodes)) == spec.number
+    room = DrainRoom(folder / ROOM)
+    drain = Drain(folder, Path(spec.target), room, leads=leads)
     for leftover in spec.leftovers:
         _salvage(Path(leftover))
     drain.begin()
@@ -173,6 +176,7 @@ def _serve(spec: OutputSpec) -> int:
             stale_s = time.monotonic() + _STALE_S
     if node is not None:
         node.close()
+    threading.Thread(target=_say_progress, args=(spec, room), daemon=True).start()
     _finish(drain, spec.end_s)
     counts = drain.counts
     report = OutputReport(
@@ -225,6 +229,13 @@ def _finish(drain: Drain, end_s: float) -> None:
         if time.monotonic() - since_s >= end_s:
             return
         select.select([], [], [], _RETRY_S)
+
+
+def _say_progress(spec: OutputSpec, room: DrainRoom) -> None:
+    never = threading.Event()
+    while not never.wait(_PROGRESS_S):
+        left = room.published_bytes - room.settled_bytes
+        _LOG.warning("%.1f MiB are left to drain to %s", left / (1 << 20), spec.target)
 
 
 def _say(line: str) -> None:

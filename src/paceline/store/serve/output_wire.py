@@ -37,11 +37,12 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _NONCE_BYTES = 32
-_MOST_FRAME = 1 << 16
+_MOST_FRAME = 1 << 20
 _MOST_CONNECTIONS = 2048
 _IDLE_S = 3600.0
 _HELLO_S = 10.0
 _PIECE_BYTES = 8 << 20
+_MALFORMED = (ValueError, TypeError, KeyError, RecursionError)  # of a message: no answer
 
 
 class OutputLink:
@@ -163,7 +164,7 @@ class OutputListener:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            with connection, contextlib.suppress(OSError, ValueError):
+            with connection, contextlib.suppress(OSError, *_MALFORMED):
                 self._answer_all(connection)
         finally:
             self._room.release()
