@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from machines import collective, small_machine
 
 from paceline.core.errors import UsageError
-from paceline.core.measured_step import MeasuredPhase, MeasuredStep, OperatorCalls, OperatorTime
+from paceline.core.measured_step import MeasuredPhase, OperatorCalls, OperatorTime, StepMeasurement
 from paceline.core.plan import Mesh, Plan
 from paceline.core.workload import Layer, Operation, Workload
 from paceline.perf import estimate
@@ -41,7 +41,7 @@ def measured_step(**changes):
         ),
         "whole_steps": 40,
     }
-    return MeasuredStep(**(settings | changes))
+    return StepMeasurement(**(settings | changes))
 
 
 def workload(**changes):
@@ -129,6 +129,6 @@ def test_activations_are_the_peak_beyond_what_stays():
 
 def test_a_measured_step_survives_json():
     step = measured_step()
-    assert MeasuredStep.from_text(step.to_text()) == step
+    assert StepMeasurement.from_text(step.to_text()) == step
     assert step.calls == 5
     assert [equal.signature for equal in step.untimed] == ["aten.sort"]

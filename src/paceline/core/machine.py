@@ -63,6 +63,8 @@ Operator = Literal[
     "fused",
     "elementwise",
     "transcendental",
+    "exponential",
+    "hyperbolic",
     "random",
     "view",
 ]

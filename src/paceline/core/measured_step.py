@@ -1,4 +1,4 @@
-"""The MeasuredStep: what the operators of a training step cost on the device at hand.
+"""The StepMeasurement: what the operators of a training step cost on the device at hand.
 
 `training.measured` runs a few steps of a model, times each distinct operator of a step alone, and
 `perf` predicts from that in place of the rates of operator classes. A distinct operator is one
@@ -77,7 +77,7 @@ class MeasuredPhase(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredStep(Record):
+class StepMeasurement(Record):
     """A training step of one rank without communication, measured on the device at hand.
 
     Attributes:

@@ -14,7 +14,7 @@ from paceline.perf.interval import QUIET_CORES
 
 if TYPE_CHECKING:
     from paceline.core.machine import Device, Machine
-    from paceline.core.measured_step import MeasuredStep
+    from paceline.core.measured_step import StepMeasurement
     from paceline.core.plan import Plan
     from paceline.core.workload import Workload
     from paceline.perf.costs import CostModel
@@ -71,7 +71,7 @@ def warnings(
     plan: Plan,
     unpriced: tuple[UnpricedOperator, ...],
     needed_bytes: int,
-    measured: MeasuredStep | None = None,
+    measured: StepMeasurement | None = None,
 ) -> tuple[str, ...]:
     """Return the sentences of an Estimate.
 
@@ -106,7 +106,7 @@ def _evaluations(workload: Workload) -> list[str]:
     ]
 
 
-def _measured_beside(measured: MeasuredStep) -> list[str]:
+def _measured_beside(measured: StepMeasurement) -> list[str]:
     if measured.foreign_cores <= QUIET_CORES:
         return []
     return [

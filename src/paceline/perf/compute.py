@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from paceline.core.machine import Device, Machine, StepPhase
-    from paceline.core.measured_step import MeasuredStep
+    from paceline.core.measured_step import StepMeasurement
     from paceline.core.plan import Plan
     from paceline.core.workload import Layer, Workload
 
@@ -100,7 +100,7 @@ def step_compute(
     device: Device,
     workload: Workload,
     plan: Plan,
-    measured: MeasuredStep | None = None,
+    measured: StepMeasurement | None = None,
 ) -> StepCompute:
     """Return the costs of a rank's compute under `plan`, on cores that its node's ranks share.
 
@@ -159,7 +159,7 @@ def in_last_pass(ready_s: float, backward_s: float, passes: int) -> float:
 
 
 def _measured_compute(
-    costs: CostModel, workload: Workload, plan: Plan, measured: MeasuredStep
+    costs: CostModel, workload: Workload, plan: Plan, measured: StepMeasurement
 ) -> StepCompute:
     """Return the costs of a step whose phases were measured.
 
@@ -195,7 +195,7 @@ def _measured_compute(
     )
 
 
-def _measured_source(measured: MeasuredStep, phase: str) -> str:
+def _measured_source(measured: StepMeasurement, phase: str) -> str:
     part = measured.phases[phase]
     own = [equal.calls for equal in measured.operators if equal.phase == phase]
     share = part.operators_s / max(part.total_s, 1e-12)
@@ -259,7 +259,7 @@ def shares_of(costs: Iterable[OperatorCost], breakdown: Breakdown) -> dict[str, 
 
 
 def compute_sources(
-    machine: Machine, workload: Workload, plan: Plan, measured: MeasuredStep | None = None
+    machine: Machine, workload: Workload, plan: Plan, measured: StepMeasurement | None = None
 ) -> dict[str, str]:
     """Return where the figures of each phase but communication are from."""
     device = machine.devices[0]

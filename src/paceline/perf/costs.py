@@ -47,6 +47,8 @@ NEAREST_CLASS = {
     "group_norm": "layer_norm",
     "upsampling": "pooling",
     "embedding_bag": "embedding",
+    "exponential": "transcendental",
+    "hyperbolic": "transcendental",
 }
 
 

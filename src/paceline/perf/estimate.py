@@ -37,14 +37,14 @@ from paceline.perf.pipeline import predict_pipeline
 
 if TYPE_CHECKING:
     from paceline.core.machine import CollectiveCost, Machine
-    from paceline.core.measured_step import MeasuredStep
+    from paceline.core.measured_step import StepMeasurement
     from paceline.core.plan import CollectivesChoice, Plan
     from paceline.core.workload import Workload
     from paceline.perf.costs import CostModel
 
 
 def estimate(
-    machine: Machine, workload: Workload, plan: Plan, measured: MeasuredStep | None = None
+    machine: Machine, workload: Workload, plan: Plan, measured: StepMeasurement | None = None
 ) -> Estimate:
     """Return the predicted step of `workload` on `machine` under `plan`.
 
@@ -111,7 +111,7 @@ def _predict(
     machine: Machine,
     workload: Workload,
     plan: Plan,
-    measured: MeasuredStep | None,
+    measured: StepMeasurement | None,
 ) -> StepPrediction:
     if plan.mesh.pipeline > 1:
         return predict_pipeline(machine, workload, plan)
@@ -141,7 +141,7 @@ def _breakdown(
     machine: Machine,
     workload: Workload,
     plan: Plan,
-    measured: MeasuredStep | None,
+    measured: StepMeasurement | None,
 ) -> tuple[Breakdown, StepCompute]:
     """Return the seconds of the step by phase, and the costs of its compute."""
     compute = step_compute(costs, machine.devices[0], workload, plan, measured)
@@ -234,7 +234,7 @@ def _link_bytes(workload: Workload, plan: Plan) -> dict[str, int]:
 
 
 def _sources(
-    machine: Machine, workload: Workload, plan: Plan, measured: MeasuredStep | None
+    machine: Machine, workload: Workload, plan: Plan, measured: StepMeasurement | None
 ) -> dict[str, str]:
     sources = compute_sources(machine, workload, plan, measured)
     if plan.mesh.data > 1:

@@ -21,7 +21,7 @@ from paceline.core.errors import UsageError
 if TYPE_CHECKING:
     from paceline.core.breakdown import Breakdown
     from paceline.core.machine import Machine
-    from paceline.core.measured_step import MeasuredStep
+    from paceline.core.measured_step import StepMeasurement
     from paceline.core.plan import Plan
     from paceline.core.workload import Workload
     from paceline.perf.costs import CostModel
@@ -59,7 +59,7 @@ def step_interval(
     plan: Plan,
     costs: CostModel,
     breakdown: Breakdown,
-    measured: MeasuredStep | None,
+    measured: StepMeasurement | None,
 ) -> Interval:
     """Return the interval of a step that was predicted as `breakdown`.
 
@@ -86,7 +86,7 @@ def step_interval(
     )
 
 
-def measured_spreads_s(measured: MeasuredStep) -> tuple[float, float]:
+def measured_spreads_s(measured: StepMeasurement) -> tuple[float, float]:
     """Return the half widths below and above the compute of a measured step."""
     phases = measured.phases.values()
     total_s = sum(phase.total_s for phase in phases)
@@ -125,7 +125,7 @@ def communication_spread(machine: Machine, plan: Plan) -> float:
     return math.hypot(COMMUNICATION_SPREAD, probed, EXTRAPOLATED_SPREAD * doublings)
 
 
-def check_measured(measured: MeasuredStep, plan: Plan) -> None:
+def check_measured(measured: StepMeasurement, plan: Plan) -> None:
     """Raise an error for a measured step that is not the plan's.
 
     Raises:

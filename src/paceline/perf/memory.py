@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.core.measured_step import MeasuredStep
+    from paceline.core.measured_step import StepMeasurement
     from paceline.core.plan import Plan
     from paceline.core.workload import Workload
 
@@ -29,7 +29,7 @@ HOLES_SHARE = 0.08  # of the tensors
 
 
 def memory_bytes(
-    workload: Workload, plan: Plan, measured: MeasuredStep | None = None
+    workload: Workload, plan: Plan, measured: StepMeasurement | None = None
 ) -> dict[str, int]:
     """Return the bytes that a rank needs at its peak, by kind.
 

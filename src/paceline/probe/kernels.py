@@ -149,6 +149,8 @@ def tiny_kernels() -> list[Kernel]:
         Kernel(operator="view", layer=Transpose, shape=(8, 8)),
         Kernel(operator="elementwise", layer=nn.ReLU, shape=(8, 8)),
         Kernel(operator="transcendental", layer=nn.GELU, shape=(8, 8)),
+        Kernel(operator="exponential", layer=nn.Softplus, shape=(8, 8)),
+        Kernel(operator="hyperbolic", layer=nn.Tanh, shape=(8, 8)),
         Kernel(operator="random", layer=lambda: nn.Dropout(0.5), shape=(8, 8)),
         Kernel(operator="matmul", layer=_linear(8), shape=(8, 8)),
         Kernel(operator="convolution", layer=_conv(2, 2), shape=(2, 2, 4, 4)),
@@ -178,6 +180,8 @@ def rate_kernels(*, quick: bool) -> list[Kernel]:
         ("convolution", [(_conv(3, 16), (8, 3, 32, 32)), (_conv(16, 16), (16, 16, 16, 16))]),
         ("convolution", [(_conv(32, 32, 1), (16, 32, 16, 16)), (_conv(3, 32), (16, 3, 32, 32))]),
         ("convolution", [(_conv(64, 64), (8, 64, 8, 8)), (_conv(32, 64), (16, 32, 16, 16))]),
+        # Kernels work on 8 or 16 channels at a time: others fill these up.
+        ("convolution", [(_conv(10, 28), (8, 10, 40, 40)), (_conv(28, 28), (8, 28, 24, 24))]),
         ("convolution_1d", [(_conv_1d(32, 3), (8, 32, 1024))]),
         ("convolution_1d", [(_conv_1d(64, 5), (8, 64, 256))]),
         ("depthwise", [(_depthwise(32), (8, 32, 32, 32))]),
@@ -186,15 +190,18 @@ def rate_kernels(*, quick: bool) -> list[Kernel]:
         ("transposed", [(_transposed(64, 32, 2, 2), (16, 64, 8, 8))]),
         ("elementwise", [(nn.ReLU, (n, 1024)) for n in (16, 64, 256, 1024)]),
         ("transcendental", [(nn.GELU, (n, 1024)) for n in (16, 64, 256, 1024)]),
+        ("exponential", [(nn.Softplus, (n, 1024)) for n in (16, 256)]),
+        ("hyperbolic", [(nn.Tanh, (n, 1024)) for n in (16, 256)]),
         ("random", [(lambda: nn.Dropout(0.5), (n, 1024)) for n in (16, 256)]),
         ("batch_norm", [(lambda: nn.BatchNorm2d(16), (n, 16, 16, 16)) for n in (4, 32, 128)]),
         ("layer_norm", [(lambda: nn.LayerNorm(256), (n, 256)) for n in (64, 1024, 4096)]),
         ("group_norm", [(_group_norm(16), (n, 16, 32, 32)) for n in (4, 16)]),
-        ("softmax", [(lambda: nn.Softmax(-1), (n, 64)) for n in (256, 4096, 16384)]),
+        ("softmax", [(lambda: nn.Softmax(-1), (n, 64)) for n in (256, 4096)]),
+        ("softmax", [(lambda: nn.LogSoftmax(-1), (512, 1024))]),
         ("pooling", [(_pool, (n, 16, 16, 16)) for n in (4, 32, 128)]),
         ("upsampling", [(_upsample, (n, 16, 16, 16)) for n in (4, 32)]),
-        ("embedding", [(lambda: Lookup(256, 128), (n, 128)) for n in (256, 2048)]),
-        ("embedding_bag", [(lambda: LookupBag(4096, 32, 8), (n, 32)) for n in (64, 512)]),
+        ("embedding", [(lambda: Lookup(1024, 128), (n, 128)) for n in (256, 1024)]),
+        ("embedding_bag", [(lambda: LookupBag(8192, 32, 4), (n, 32)) for n in (64, 512)]),
         ("recurrent", [(lambda: Recurrent(32, 64), (24, 8, 32))]),
         ("recurrent", [(lambda: Recurrent(128, 160), (24, 24, 128))]),
         ("attention", [(Attention, (b, 4, s, 32)) for b, s in ((4, 32), (8, 64), (16, 128))]),
@@ -208,6 +215,10 @@ def rate_kernels(*, quick: bool) -> list[Kernel]:
         Kernel(operator="matmul", layer=_linear(w), shape=(m, w), dtype=torch.bfloat16)
         for m, w in ((64, 256), (256, 1024))[1 if quick else 0 :]
     ]
+    kernels += [
+        Kernel(operator="attention", layer=Attention, shape=shape, dtype=torch.bfloat16)
+        for shape in ((4, 4, 32, 32), (8, 4, 64, 32))[1 if quick else 0 :]
+    ]
     return kernels
 
 
@@ -216,11 +227,16 @@ def operations_of(kernel: Kernel, length: int = 1) -> tuple[Operation, ...]:
     """Return the operators of a chain of the kernel, counted as `capture` counts a model's."""
     module = _chain(kernel, length)
     inputs = torch.zeros(kernel.shape, dtype=kernel.dtype, requires_grad=True)
-    workload = capture(TrainingStep(module=module, inputs=inputs))
+    workload = capture(TrainingStep(module=module, inputs=inputs, loss_fn=_dense_loss))
     # The chain itself holds only the loss, which `time_phases` does without.
     return tuple(
         operation for layer in workload.layers if layer.name for operation in layer.operations
     )
+
+
+def _dense_loss(output: torch.Tensor) -> torch.Tensor:
+    """Return a loss whose gradient is as dense as that which `time_phases` gives."""
+    return (output * torch.ones_like(output)).sum()
 
 
 def _chain(kernel: Kernel, length: int) -> nn.Module:

@@ -43,10 +43,11 @@ _CLASSES: dict[Operator, tuple[str, ...]] = {
     "embedding": ("embedding",),
     "foreach": ("_foreach",),
     "fused": ("_fused_adagrad", "_fused_adam", "_fused_sgd"),
-    "transcendental": (
-        *("gelu", "silu", "exp", "log", "tanh", "sigmoid", "erf", "pow", "sin", "cos"),
-        "_thnn_fused",  # the gates of a recurrent cell, whose products came before
+    "hyperbolic": ("tanh", "_thnn_fused"),  # also the gates of a recurrent cell
+    "exponential": (
+        *("exp", "log", "erf", "pow", "sin", "cos", "softplus", "elu", "celu", "mish", "selu"),
     ),
+    "transcendental": ("gelu", "silu", "sigmoid"),
     "random": ("bernoulli", "native_dropout", "rand", "normal", "uniform", "multinomial"),
 }
 # Cheap although they begin like a costly one: they work on a result that is known already.

@@ -21,7 +21,7 @@ from paceline.core.record import Record, digest
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from paceline.core.measured_step import MeasuredStep
+    from paceline.core.measured_step import StepMeasurement
 
 MOST_OPERATORS = 20_000  # about 4 MB; the oldest are dropped
 
@@ -69,7 +69,7 @@ def known_times(key: PriceKey) -> dict[str, OperatorTime]:
     return dict(prices.times) if prices.key == key else {}
 
 
-def keep_times(key: PriceKey, known: dict[str, OperatorTime], step: MeasuredStep) -> None:
+def keep_times(key: PriceKey, known: dict[str, OperatorTime], step: StepMeasurement) -> None:
     """Add the times of a measured step to those that are known.
 
     Raises:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from paceline.core.allocator import AllocatorChoice
-    from paceline.core.measured_step import MeasuredStep
+    from paceline.core.measured_step import StepMeasurement
     from paceline.training.measured.protocol import CpuSpan
 
 DEADLINE_S = 300.0
@@ -38,7 +38,7 @@ def measure_step(
     threads: int = 1,
     allocator: AllocatorChoice = "keep",
     deadline_s: float = DEADLINE_S,
-) -> MeasuredStep:
+) -> StepMeasurement:
     """Return a training step of ``FILE.py:FUNCTION`` as it was measured on this machine.
 
     The step runs: its model is made, and trained on the batch for a few seconds.
@@ -128,7 +128,7 @@ def torch_version() -> str:
         ) from None
 
 
-def combined(answers: Sequence[StepAnswer]) -> MeasuredStep:
+def combined(answers: Sequence[StepAnswer]) -> StepMeasurement:
     """Return the step of ranks that measured at the same time.
 
     Times are means over the ranks; of each whole step the slowest rank counts, and what it is later

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.core.measured_step import MeasuredStep, OperatorTime
+from paceline.core.measured_step import OperatorTime, StepMeasurement
 from paceline.core.worker_process import WorkerMessage
 
 
@@ -66,6 +66,6 @@ class StepAnswer(WorkerMessage):
         cpu: None where the kernel does not say.
     """
 
-    step: MeasuredStep
+    step: StepMeasurement
     whole_s: tuple[float, ...]
     cpu: CpuSpan | None

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from paceline.core import node
 from paceline.core.errors import PacelineError, ScriptFailed
 from paceline.core.foreign_cpu import cpu_use
-from paceline.core.measured_step import MeasuredPhase, MeasuredStep, OperatorCalls
+from paceline.core.measured_step import MeasuredPhase, OperatorCalls, StepMeasurement
 from paceline.core.worker_process import serve
 from paceline.training.capture_worker import load_function, to_step
 from paceline.training.measured.protocol import CpuSpan, StepAnswer, StepRequest
@@ -97,7 +97,7 @@ def _measure(step: TrainingStep, request: StepRequest, base: int) -> StepAnswer:
     operators = _operators(runner, request, synchronize)
     round_()
     cpu = _span(begin, cpu_use())
-    measured = MeasuredStep(
+    measured = StepMeasurement(
         torch=str(torch.__version__),
         threads=request.threads,
         processes=request.ranks,
