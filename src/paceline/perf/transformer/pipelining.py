@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from paceline.core.plan import Plan
     from paceline.schedules.pipeline import PipelineSchedule
 
-_MOST_ACTIONS = 1000  # replayed in about 5 ms
+_MOST_ACTIONS = 600  # replayed in about 3 ms
 _SMALL = 4  # ranks from which large pipelines are extended
 _ROUNDS = 3  # microbatches per rank at which the pipeline is full
 
@@ -189,7 +189,7 @@ def live_layers(plan: Plan, stage_layers: tuple[int, ...], microbatches: int) ->
     if plan.schedule == "fill_drain" and plan.stages_per_rank == 1:
         return tuple(layers * microbatches for layers in stage_layers)
     few = min(microbatches, 2 * ranks)
-    if 2 * few * len(stage_layers) <= 4 * _MOST_ACTIONS:
+    if 2 * few * len(stage_layers) <= _MOST_ACTIONS:
         return peak_activation_bytes(make_schedule(plan, ranks, few), stage_layers)
     if plan.stages_per_rank == 1 and plan.schedule == "zero_bubble":
         return tuple(layers * min(few, ranks) for layers in stage_layers)
