@@ -1,8 +1,10 @@
 """`paceline fed simulate`: real training of simulated clients, compared side by side."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -93,9 +95,57 @@ def test_a_run_is_scored_and_paid(tmp_path, config):
     assert balances["infrastructure"] == found["result"]["rounds"] * 10_000_000
     assert found["result"]["final"] > 0.5
     assert found["signed"]
-    assert "<h2>Participation" in (folder / "report.html").read_text()
+    page = (folder / "report.html").read_text()
+    for title in ("Classes", "Groups of clients", "Participation", "Tokens"):
+        assert f"<h2>{title}" in page
+    assert "that were issued, exactly" in page
     verified = fed("ledger", "verify", folder / "ledger.db", "--receipts")
     assert verified.returncode == 0, verified.stderr
     again = fed("run", config, "--out", folder)
     assert again.returncode == 2
     assert "has files" in again.stderr
+
+
+def test_silos_of_a_facility_whose_jobs_wait_in_queues():
+    facility = Path(__file__).parents[2] / "examples/facility.toml"
+    done = fed("simulate", facility, "--strategy", "paceline", "--strategy", "random", "--json")
+    assert done.returncode == 0, done.stderr
+    results = {result["strategy"]: result for result in json.loads(done.stdout)["results"]}
+    ours, waiting = results["paceline"], results["random"]
+    assert len(ours["returned"]) == 8
+    assert ours["never_used"] == ours["never_online"] == 0
+    # A synchronous round waits for the longest queue.
+    assert 2 * ours["to_target_s"] < waiting["to_target_s"]
+    assert ours["final"] > 0.9
+
+
+def test_clients_that_fail_are_named_and_unpaid_and_the_others_go_on(tmp_path, config):
+    faulty = tmp_path / "faulty.toml"
+    kinds = "silent = [0]\nnot_finite = [1]\nwrong_shape = [2]\ngiant = [3]\n"
+    faulty.write_text(f"{CONFIG}[devices]\nonline = false\n[faults]\n{kinds}")
+    folder = tmp_path / "run"
+    done = fed("run", faulty, "--out", folder)
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert re.search(r"client 0, \d+x \(deadline: no answer within \d+ s\)", said)
+    result = json.loads((folder / "result.json").read_text())
+    assert result["rounds"] == 30
+    assert result["final"] > 0.5
+    assert not any(result["returned"][:4])
+    reasons = {row["client"]: row for row in result["unpaid"] if row["client"] in "0123"}
+    assert [reasons[client]["check"] for client in "0123"] == [
+        "deadline",
+        "values",
+        "values",
+        "norm",
+    ]
+    assert "parameter 0 changes by nan" in reasons["1"]["reason"]
+    assert "of shape (4809,), and the model has (4810,)" in reasons["2"]["reason"]
+    for client in "0123":
+        told = json.loads(
+            fed("ledger", "statement", folder / "ledger.db", "--client", client, "--json").stdout
+        )
+        assert told["spendable"] == told["held"] == 0
+        assert all(reasons[client]["check"] in line["note"]["reason"] for line in told["lines"])
+        assert len(told["lines"]) <= reasons[client]["count"]
+    assert fed("ledger", "verify", folder / "ledger.db", "--receipts").returncode == 0

@@ -273,6 +273,7 @@ EXPORTS = {
         "parameter_groups",
         "square_root_scaling",
     ],
+    "training.measured": [],
     "training.out_of_core": [],
     "training.tensor_parallel": [
         "DividedLayer",

@@ -10,6 +10,7 @@ import pytest
 from paceline.core.errors import ConfigError, UsageError
 from paceline.federated.clients import Profiler, Timing, jain
 from paceline.federated.config import FederationConfig
+from paceline.federated.groups import class_mixes, poorest, thirds_by_speed
 from paceline.federated.monitor import Evaluation, Monitor
 from paceline.federated.selection import ClientsView, Goals, GoalSelector, OortSelector
 from paceline.federated.simulate.classifier import Classifier
@@ -17,7 +18,7 @@ from paceline.federated.simulate.splits import dirichlet_split
 from paceline.federated.simulate.world import DeviceOptions, SimulatedClients
 from paceline.federated.strategies import STRATEGIES, make_strategy
 from paceline.federated.update_memory import UpdateMemory
-from paceline.federated.updates import ModelUpdate, check_update
+from paceline.federated.updates import ModelUpdate, check_update, norm_limit
 
 
 def view_of(clients=40, **changes):
@@ -233,6 +234,30 @@ def test_updates_that_cannot_be_used_are_refused():
         check_update(update(np.array([0, 0, np.nan, np.inf], np.float32)), 4)
 
 
+def test_a_norm_is_judged_by_those_of_other_clients():
+    assert norm_limit([1.0]) == math.inf  # one other client is no scale
+    assert norm_limit([1.0, 3.0]) == 200
+    assert norm_limit([0.0, 0.0, 5.0]) == math.inf
+
+
+def test_accuracy_for_clients_follows_from_their_classes():
+    labels = np.array([0, 0, 0, 1, 1, 2])
+    parts = [np.array([0, 1]), np.array([2, 3]), np.array([3, 4, 5])]
+    mixes = class_mixes(labels, parts, 3)
+    assert mixes.tolist() == [
+        [1, 0, 0],
+        [0.5, 0.5, 0],
+        [0, pytest.approx(2 / 3), pytest.approx(1 / 3)],
+    ]
+    groups = thirds_by_speed(mixes, np.array([30.0, 10.0, 20.0]))
+    assert {name: mix.tolist() for name, mix in groups.items()} == {
+        "fast": mixes[1].tolist(),
+        "middle": mixes[2].tolist(),
+        "slow": mixes[0].tolist(),
+    }
+    assert poorest(mixes, np.array([0.1, 0.9, 0.9])) == pytest.approx(0.18)  # between 0.1 and 0.5
+
+
 # --- the simulated world ---------------------------------------------------------------------
 
 
@@ -256,6 +281,55 @@ def test_clients_come_and_go():
     always = SimulatedClients.make(5, DeviceOptions(online=False), np.random.default_rng(0))
     assert always.online(0.0).all()
     assert always.next_change_s() == math.inf
+
+
+def test_silos_wait_in_queues_and_never_leave():
+    options = DeviceOptions(kind="silos", queue_s=300.0, queue_spread=1.0)
+    world = SimulatedClients.make(64, options, np.random.default_rng(0))
+    assert world.online(0.0).all()
+    assert world.next_change_s() == math.inf
+    assert 150 < np.median(world.queue_s) < 600
+    assert world.queue_s.max() > 5 * world.queue_s.min()
+    profiler = Profiler(64)
+    for client in range(64):
+        for _ in range(8):
+            timing, seconds = world.timing(client, 100, 1000)
+            assert seconds > timing.waiting_s > 0
+            profiler.observe(client, timing)
+    expected = profiler.expected_s(100, 2000)
+    assert np.corrcoef(np.log(expected), np.log(world.queue_s))[0, 1] > 0.9
+    again = Profiler(64)
+    again.load_state_dict(profiler.state_dict())
+    assert (again.expected_s(100, 2000) == expected).all()
+
+
+def test_profiles_follow_devices_on_which_other_work_runs():
+    options = DeviceOptions(online=False, busy_share=0.4, busy_factor=4.0)
+    world = SimulatedClients.make(20, options, np.random.default_rng(0))
+    profiler, claims, misses = Profiler(20), [], []
+    for client in range(20):
+        profiler.claim(client, world.sample_s[client], world.down_s[client])
+    times = np.arange(0, 6 * 3600.0, 30.0)
+    busy = np.mean([[world.is_busy(client, at_s) for at_s in times] for client in range(20)])
+    assert 0.3 < busy < 0.5
+    for at_s in times:
+        for client in range(20):
+            timing, _ = world.timing(client, 100, 1000, at_s)
+            expected_s = profiler.expected_s(100, 0)[client]
+            misses.append(abs(np.log(expected_s / timing.compute_s)))
+            claims.append(abs(np.log(world.sample_s[client] * 100 / timing.compute_s)))
+            profiler.observe(client, timing)
+    assert np.mean(misses) < 0.6 * np.mean(claims)
+
+
+def test_impossible_devices_are_refused():
+    for options, message in (
+        ({"kind": "silo"}, "kind 'silo'"),
+        ({"drop_share": 1.5}, "drop_share 1.5"),
+        ({"sample_ms": 0.0}, "sample_ms = 0.0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            DeviceOptions(**options)
 
 
 def test_the_slowest_devices_go_to_the_given_clients():
@@ -297,10 +371,11 @@ def test_alarms():
     assert monitor.seconds_to(0.5) == 6  # the mean of 0.4, 0.5 and 0.6
     assert monitor.seconds_to(0.99) is None
     alarms = [monitor.add(Evaluation(n, n, 0.5, (0.5,))) for n in range(10, 14)]
-    assert "diverges" in alarms[-1]
+    assert alarms[-1].kind == "divergence"
+    assert "accuracy fell from 0.800 to 0.500" in alarms[-1].text
     flat = Monitor()
     alarms = [flat.add(Evaluation(n, n, 0.8, (0.8,))) for n in range(30)]
-    assert "has not risen" in alarms[-1]
+    assert alarms[-1].kind == "plateau"
     assert not alarms[10]
 
 
@@ -326,6 +401,7 @@ def test_a_federations_file(tmp_path):
         ("clients = ", "TOML"),
         ("[data]\nalpha = 0.0", r"data.alpha = 0.0"),
         ("[goals]\nfast = 20.0", "weight 20.0"),
+        ("[faults]\ngiant = [100]", r"faults.giant names client 100"),
     ):
         path.write_text(text)
         with pytest.raises((ConfigError, UsageError), match=message):

@@ -17,12 +17,14 @@ from paceline.cli.plan_model import (
 
 if TYPE_CHECKING:
     from paceline.core.allocator import AllocatorChoice
+    from paceline.core.measured_step import ComputeChoice
     from paceline.core.plan import CollectivesChoice, EngineChoice, PipelineChoice, StrategyChoice
 
 
 @click.command(
     epilog="""\b
 Example: paceline plan examples/digits_step.py:step -n 2
+  nothing runs: paceline plan examples/digits_step.py:step --compute rates
   in stages: paceline plan examples/digits_step.py:step -n 4 --strategy auto
   a transformer: paceline plan --model config.json --machine selene --nodes 4 --tensor 8 --zero 1
 """
@@ -95,6 +97,14 @@ Example: paceline plan examples/digits_step.py:step -n 2
     "with --partitions, of each stage.",
 )
 @click.option(
+    "--compute",
+    type=click.Choice(["auto", "measured", "rates"]),
+    default="auto",
+    help="measured: run a few steps here and time each distinct operator; rates: the machine's "
+    "rates of operator classes, nothing runs; auto: measured if the machine is this host and the "
+    "step runs [default: auto].",
+)
+@click.option(
     "--out",
     type=click.Path(path_type=Path),
     help="File to write the plan to, for paceline run --plan; an older plan there is replaced.",
@@ -116,6 +126,7 @@ def plan(
     schedule: PipelineChoice,
     batch: int | None,
     budget: str | None,
+    compute: ComputeChoice,
     out: Path | None,
     as_json: bool,
     machines: bool,
@@ -128,10 +139,12 @@ def plan(
     each rank, and the order in which they compute microbatches is replayed.
 
     FUNCTION takes no argument and returns a tuple or dict of module, inputs, target, loss_fn and
-    optimizer (a function of the parameters). The model is captured with fake tensors (shapes
-    without data): it is neither run nor changed. Warnings below the tables say what makes the
-    prediction less certain: too little memory, operators whose rate was not measured, a machine
-    that was busy while it was probed, an extrapolation.
+    optimizer (a function of the parameters). A JSON file with a Workload, or a plan file with one,
+    takes its place where torch is not installed. The model is captured with fake tensors (shapes
+    without data). With --compute measured, and by default on the host that was probed, a few steps
+    run in processes of their own, as many at once as ranks. Warnings below the tables say what
+    makes the prediction less certain: too little memory, operators whose rate was not measured, a
+    machine that was busy while it was probed, an extrapolation.
     """
     if machines:
         print_machines(as_json=as_json)
@@ -166,6 +179,7 @@ def plan(
             batch=batch,
             fit_bytes=parse_size(budget) if budget else None,
             buckets="auto" if buckets == "auto" else parse_size(buckets) if buckets else None,
+            compute=compute,
         ),
     )
     assert planned.estimate is not None

@@ -5,6 +5,9 @@ Seconds per sample and per byte are estimated in logarithms, since both vary by 
     prior (claim, or the mean of all clients) -> N(mean, variance) of ln(seconds)
     each measurement                          -> a Kalman step: variance falls
     time since                                -> variance grows: devices drift while they are used
+    a measurement beyond all expectation      -> variance jumps: other work has begun, or ended
+
+The wait before a job begins, as in a facility's queue, is estimated in the same way, per job.
 
 A claim counts as one poor measurement, so that the third round trip outweighs any claim.
 Source: R. Kalman, A New Approach to Linear Filtering and Prediction Problems, 1960 (scalar case).
@@ -24,8 +27,10 @@ _CLAIM_VARIANCE = 0.7**2  # of ln: a claim is off by a factor of 2, as often as 
 _UNKNOWN_VARIANCE = 1.2**2  # of a client that claims nothing
 _NOISE = 0.25**2  # of one measurement
 _DRIFT = 0.05**2  # by which the variance grows from one measurement to the next
+_JUMP = 3.0  # standard deviations that no noise explains
 _FIRST_S = {"compute": 10e-3, "transfer": 3.2e-6}  # per sample, per byte: until anything is known
 _KINDS = ("compute", "transfer")
+_WAITING = "waiting"  # seconds per job; not known of clients that never waited
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,12 +42,14 @@ class Timing:
         compute_s: from the end of its download to the begin of its upload.
         bytes: that were sent both ways.
         transfer_s: that both transfers took.
+        waiting_s: before it began, for example in a queue.
     """
 
     samples: int
     compute_s: float
     bytes: int
     transfer_s: float
+    waiting_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -59,7 +66,7 @@ class Profiler:
     _measured: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        for kind in _KINDS:
+        for kind in (*_KINDS, _WAITING):
             self._mean[kind] = np.full(self.clients, np.nan)  # until a claim or measurement
             self._variance[kind] = np.full(self.clients, _UNKNOWN_VARIANCE)
         self._measured = np.zeros(self.clients, np.int64)
@@ -76,14 +83,17 @@ class Profiler:
     def observe(self, client: int, timing: Timing) -> None:
         """Learn from one client's work."""
         rates = timing.compute_s / max(1, timing.samples), timing.transfer_s / max(1, timing.bytes)
-        for kind, rate in zip(_KINDS, rates, strict=True):
+        for kind, rate in zip((*_KINDS, _WAITING), (*rates, timing.waiting_s), strict=True):
             if rate <= 0:
                 continue
             mean, variance = self._mean[kind], self._variance[kind]
             before = mean[client] if np.isfinite(mean[client]) else self._typical(kind)
+            miss = np.log(rate) - before
             spread = variance[client] + _DRIFT
+            if miss**2 > _JUMP**2 * (spread + _NOISE):
+                spread += miss**2
             gain = spread / (spread + _NOISE)
-            mean[client] = before + gain * (np.log(rate) - before)
+            mean[client] = before + gain * miss
             variance[client] = (1 - gain) * spread
         self._measured[client] += 1
 
@@ -96,6 +106,8 @@ class Profiler:
         """
         compute, transfer = (self._known(kind) for kind in _KINDS)
         total: np.ndarray = np.exp(compute) * samples + np.exp(transfer) * sent_bytes
+        if np.isfinite(self._mean[_WAITING]).any():
+            total = total + np.exp(self._known(_WAITING))
         return total
 
     def is_measured(self) -> np.ndarray:
@@ -108,19 +120,19 @@ class Profiler:
 
     def _typical(self, kind: str) -> float:
         known = self._mean[kind][np.isfinite(self._mean[kind])]
-        return float(known.mean()) if known.size else float(np.log(_FIRST_S[kind]))
+        return float(known.mean()) if known.size else float(np.log(_FIRST_S.get(kind, 1.0)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` takes."""
         return {
-            "mean": {kind: self._mean[kind].tolist() for kind in _KINDS},
-            "variance": {kind: self._variance[kind].tolist() for kind in _KINDS},
+            "mean": {kind: values.tolist() for kind, values in self._mean.items()},
+            "variance": {kind: values.tolist() for kind, values in self._variance.items()},
             "measured": self._measured.tolist(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        for kind in _KINDS:
+        for kind in self._mean:
             self._mean[kind][:] = state["mean"][kind]
             self._variance[kind][:] = state["variance"][kind]
         self._measured[:] = state["measured"]

@@ -24,6 +24,7 @@ from paceline.core.files import read_text
 from paceline.core.record import Record
 from paceline.federated.selection import Goals
 from paceline.federated.simulate.engine import ClientWork
+from paceline.federated.simulate.faults import FaultOptions
 from paceline.federated.simulate.world import DeviceOptions
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class FederationConfig(Record):
         work: of a client that is asked.
         data: that clients have.
         devices: that they have.
+        faults: clients that fail.
         scores: file of benchmark scores of phones: a JSON list of objects with cpu_f_score.
     """
 
@@ -80,6 +82,7 @@ class FederationConfig(Record):
     work: ClientWork = field(default_factory=ClientWork)
     data: DataOptions = field(default_factory=DataOptions)
     devices: DeviceOptions = field(default_factory=DeviceOptions)
+    faults: FaultOptions = field(default_factory=FaultOptions)
     scores: str = ""
 
     @classmethod
@@ -134,6 +137,7 @@ class FederationConfig(Record):
                 where=where,
                 fix="Give a cohort of at most as many as there are clients",
             )
+        self.faults.check(self.clients, where)
         if self.data.alpha <= 0:
             raise ConfigError(
                 f"data.alpha = {self.data.alpha}", where=where, fix="Give a number above 0"

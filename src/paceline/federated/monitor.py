@@ -12,6 +12,18 @@ _PLATEAU, _PLATEAU_GAIN = 20, 0.002  # evaluations, accuracy
 _FALL = 0.1  # of accuracy below the best: the model diverges
 
 
+class Alarm(NamedTuple):
+    """What is wrong with the training.
+
+    Attributes:
+        kind: "divergence" or "plateau".
+        text: a sentence with the numbers.
+    """
+
+    kind: str
+    text: str
+
+
 class Evaluation(NamedTuple):
     """The global model at one moment.
 
@@ -50,21 +62,21 @@ class Monitor:
     evaluations: list[Evaluation] = field(default_factory=list, init=False)
     smoothed: list[float] = field(default_factory=list, init=False)
 
-    def add(self, evaluation: Evaluation) -> str:
-        """Take an evaluation; return an alarm, or ""."""
+    def add(self, evaluation: Evaluation) -> Alarm | None:
+        """Take an evaluation; return an alarm, if there is reason for one."""
         self.evaluations.append(evaluation)
         last = [found.accuracy for found in self.evaluations[-_SMOOTHED:]]
         self.smoothed.append(float(np.mean(last)))
         smoothed = self.smoothed
         if smoothed[-1] < max(smoothed) - _FALL:
-            return (
-                f"accuracy fell from {max(smoothed):.3f} to {smoothed[-1]:.3f}: the model diverges"
-            )
+            fall = f"accuracy fell from {max(smoothed):.3f} to {smoothed[-1]:.3f}"
+            return Alarm("divergence", f"{fall}: the model diverges")
         if len(smoothed) > _PLATEAU:
             gain = max(smoothed[-_PLATEAU:]) - max(smoothed[:-_PLATEAU])
             if gain < _PLATEAU_GAIN:
-                return f"accuracy has not risen for {_PLATEAU} evaluations"
-        return ""
+                text = f"accuracy has not risen for {_PLATEAU} evaluations"
+                return Alarm("plateau", f"{text}: more rounds may be of no use")
+        return None
 
     def seconds_to(self, accuracy: float) -> float | None:
         """Return when the smoothed accuracy first reached a value; None: never."""
@@ -75,6 +87,13 @@ class Monitor:
     def final(self) -> float:
         """The last smoothed accuracy."""
         return self.smoothed[-1]
+
+    @property
+    def by_class(self) -> np.ndarray:
+        """Accuracy on each class, mean over the last evaluations; shape (classes,)."""
+        last = [evaluation.by_class for evaluation in self.evaluations[-_SMOOTHED:]]
+        means: np.ndarray = np.mean(last, axis=0)
+        return means
 
     @property
     def worst_class(self) -> float:

@@ -15,16 +15,18 @@ from paceline.core.errors import DestinationExists, Missing
 from paceline.core.files import commit_text
 from paceline.core.randomness import make_generator
 from paceline.federated.contribution import Contribution
-from paceline.federated.ledger import MICRO_TOKENS, Ledger, RunTerms, SigningKey
-from paceline.federated.pay import PaidRounds
+from paceline.federated.ledger import MICRO_TOKENS, Ledger, RunTerms, SigningKey, accounts
+from paceline.federated.pay import CONSUMER, RUN, PaidRounds
 from paceline.federated.simulate.classifier import Classifier
 from paceline.federated.study import FederationResult, simulate
+from paceline.report.federation.model import FederationPay
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from paceline.federated.config import FederationConfig
+    from paceline.federated.ledger import LedgerReport
     from paceline.federated.simulate.images import ImageData
 
 _VALIDATED = 1000  # test samples that scores rest on, at most; accuracy is of the others
@@ -39,13 +41,13 @@ class PaidRun(NamedTuple):
     Attributes:
         result: of the training.
         balances: of the ledger's accounts, in micro-tokens.
-        refused: updates that passed no gate, by client.
+        pay: what became of the tokens, for the report.
         is_signed: whether the ledger is.
     """
 
     result: FederationResult
     balances: dict[str, int]
-    refused: dict[str, int]
+    pay: FederationPay
     is_signed: bool
 
 
@@ -90,9 +92,55 @@ def run(
         result = simulate(config, tested, scores, config.strategy, config.seed, pay=pay)
         first = result.curve[0].accuracy if result.curve else 1.0
         pay.end(result.seconds, max(first, _LEAST), max(result.final, _LEAST))
-        balances = ledger.balances()
+        balances, checked = ledger.balances(), ledger.verify()
     commit_text(folder / "result.json", result.to_text())
-    return PaidRun(result, balances, pay.refused, key is not None)
+    return PaidRun(result, balances, pay_of(balances, checked), key is not None)
+
+
+def pay_of(balances: Mapping[str, int], checked: LedgerReport) -> FederationPay:
+    """Return what became of the tokens of a run.
+
+    Args:
+        balances: of all accounts of its ledger, in micro-tokens.
+        checked: what a verification of the ledger found.
+    """
+    earned: dict[str, int] = {}
+    for account, amount in balances.items():
+        for prefix in (accounts.spendable(""), accounts.held_pay(""), accounts.stake("")):
+            if account.startswith(prefix) and account != accounts.spendable(CONSUMER):
+                client = account.removeprefix(prefix)
+                earned[client] = earned.get(client, 0) + amount
+    flows = (
+        ("providers", sum(earned.values())),
+        ("infrastructure", balances.get(accounts.INFRASTRUCTURE, 0)),
+        ("consumer, reimbursed", balances.get(accounts.spendable(CONSUMER), 0)),
+        ("treasury, for the next run", balances.get(accounts.TREASURY, 0)),
+        ("reserved for this run", balances.get(accounts.budget(RUN), 0)),
+        ("slashed", balances.get(accounts.SLASHED, 0)),
+    )
+    return FederationPay(
+        issued=-balances.get(accounts.ISSUED, 0),
+        flows=tuple(flow for flow in flows if flow[1]),
+        by_client=earned,
+        consumers=(CONSUMER,),
+        verification=_verification(checked),
+        is_sound=checked.ok,
+    )
+
+
+def _verification(checked: LedgerReport) -> str:
+    if checked.damage is not None:
+        return f"The ledger is damaged: {checked.damage.text()}."
+    signatures = {
+        "checked": "signed by the server",
+        "none": "chained by hashes, not signed",
+        "unchecked": "chained by hashes; the signatures were not checked",
+    }[checked.signatures]
+    return (
+        f"All {checked.blocks:,} blocks, {checked.transactions:,} transactions and "
+        f"{checked.postings:,} postings of the ledger were verified; they are {signatures}. "
+        f"Its head is {checked.blocks - 1}:{checked.head}."
+    )
 
 
 def _server_key(folder: Path) -> SigningKey | None:

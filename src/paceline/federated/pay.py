@@ -16,7 +16,7 @@ from paceline.federated.aggregation.clipping import clip
 from paceline.federated.ledger import RoundWork, improvement_ppm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy as np
 
@@ -24,15 +24,23 @@ if TYPE_CHECKING:
     from paceline.federated.ledger import Ledger, RunTerms
     from paceline.federated.updates import ModelUpdate, Refusal
 
-_RUN = "run"  # a ledger of `PaidRounds` has one
+RUN = "run"  # a ledger of `PaidRounds` has one
+CONSUMER = "consumer"
 _LEAST_NORM = 1e-12
 
 
 class Judged(NamedTuple):
-    """What the next model is made of: clipped updates, and a factor of each one's weight."""
+    """What the next model is made of.
+
+    Attributes:
+        deltas: the updates, clipped.
+        factors: of their weights; 0: refused.
+        refusals: of updates that passed no gate.
+    """
 
     deltas: list[np.ndarray]
     factors: list[float]
+    refusals: list[Refusal]
 
 
 class PaidRounds:
@@ -48,7 +56,6 @@ class PaidRounds:
 
     Attributes:
         paid: micro-tokens of each client, by its id.
-        refused: updates that passed no gate, by client.
     """
 
     def __init__(
@@ -58,19 +65,24 @@ class PaidRounds:
         contribution: Contribution,
         *,
         utility: Callable[[np.ndarray], float] | None = None,
-        consumer: str = "consumer",
+        consumer: str = CONSUMER,
     ) -> None:
         self._ledger, self._terms = ledger, terms
         self._contribution, self._utility = contribution, utility
         self._round = 0
         self.paid: dict[str, int] = {}
-        self.refused: dict[str, int] = {}
         with ledger.block(now_ms=0) as block:
             block.issue(consumer, terms.budget, "the run's budget")
-            block.deposit(_RUN, consumer, terms.budget, "the run's budget")
-            block.begin_run(_RUN, terms)
+            block.deposit(RUN, consumer, terms.budget, "the run's budget")
+            block.begin_run(RUN, terms)
 
-    def judge(self, now_s: float, model: np.ndarray, updates: Sequence[ModelUpdate]) -> Judged:
+    def judge(
+        self,
+        now_s: float,
+        model: np.ndarray,
+        updates: Sequence[ModelUpdate],
+        unpaid: Mapping[str, Refusal],
+    ) -> Judged:
         """Score and pay the updates of a new model; return what it is made of.
 
         Of several updates of one client the last one is scored; all of them count in the model as
@@ -80,6 +92,8 @@ class PaidRounds:
             now_s: seconds of the federation's clock.
             model: parameters before; float32, shape (parameters,).
             updates: whose shapes and values were checked.
+            unpaid: why clients that were asked have sent nothing of use since the last model; the
+                ledger says so.
         """
         last = {update.client: update for update in updates}
         of_model = self._utility
@@ -101,18 +115,22 @@ class PaidRounds:
             )
             for client, update in last.items()
         ]
+        works += [
+            RoundWork(client=client, score=0.0, update="", samples=0, reason=_reason(refusal))
+            for client, refusal in unpaid.items()
+            if client not in last
+        ]
         with self._ledger.block(now_ms=round(now_s * 1000)) as block:
-            receipts = block.pay_round(_RUN, self._round, works)
+            receipts = block.pay_round(RUN, self._round, works)
             block.release_due()
         self._round += 1
         for client, receipt in receipts.items():
             self.paid[client] = self.paid.get(client, 0) + receipt.amount
-            if by_client[client].refusal is not None:
-                self.refused[client] = self.refused.get(client, 0) + 1
         largest = max(scores.clip_norm, _LEAST_NORM)
         return Judged(
             [clip(update.delta, largest) for update in updates],
             [float(by_client[update.client].weight > 0) for update in updates],
+            [score.refusal for score in scores.clients if score.refusal is not None],
         )
 
     def applied(self, change: np.ndarray) -> None:
@@ -130,7 +148,7 @@ class PaidRounds:
         end_ms = round(now_s * 1000) + self._terms.audit_delay_ms
         with self._ledger.block(now_ms=end_ms) as block:
             block.release_due()
-            block.end_run(_RUN, improvement_ppm(before=before, after=after))
+            block.end_run(RUN, improvement_ppm(before=before, after=after))
 
 
 def _reason(refusal: Refusal | None) -> str:

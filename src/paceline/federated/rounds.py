@@ -26,12 +26,12 @@ from paceline.core.errors import UsageError
 from paceline.federated.aggregation.weights import staleness_weights
 from paceline.federated.clients import Profiler
 from paceline.federated.selection.view import ClientsView, Selector
-from paceline.federated.updates import ModelUpdate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.federated.clients import Timing
+    from paceline.federated.updates import ModelUpdate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,17 +73,27 @@ class StartClient(NamedTuple):
 
 
 class CancelClient(NamedTuple):
-    """Tell a client to stop: nobody waits for it."""
+    """Tell a client to stop: nobody waits for it.
+
+    Attributes:
+        overdue_s: seconds that it was given, if it has not answered within them; None: others were
+            faster.
+    """
 
     client: int
+    overdue_s: float | None = None
 
 
 class Aggregate(NamedTuple):
-    """Make the next model of these updates, with weights that need not add up to 1."""
+    """Make the next model of these updates, with weights that need not add up to 1.
+
+    `spent_s` has the seconds that each client worked.
+    """
 
     updates: tuple[ModelUpdate, ...]
     clients: tuple[int, ...]
     staleness: tuple[float, ...]
+    spent_s: tuple[float, ...]
 
 
 Action = StartClient | CancelClient | Aggregate
@@ -95,6 +105,14 @@ class _Working(NamedTuple):
     version: int
     started_s: float
     deadline_s: float
+
+
+class _Arrived(NamedTuple):
+    """An update that waits for the next model."""
+
+    client: int
+    update: ModelUpdate
+    spent_s: float
 
 
 @dataclass(slots=True)
@@ -112,6 +130,8 @@ class RoundController:
         version: of the current model, from 0.
         spent_s, wasted_s: that all clients have worked, and of it what was thrown away.
         returned: updates that were used, by client.
+        failed: how often each client has not answered within its deadline, or sent what could not
+            be used.
     """
 
     options: RoundOptions
@@ -123,16 +143,18 @@ class RoundController:
     wasted_s: float = 0.0
     selected: np.ndarray = field(init=False)
     returned: np.ndarray = field(init=False)
+    failed: np.ndarray = field(init=False)
     _spent_s: np.ndarray = field(init=False)
     _loss: np.ndarray = field(init=False)
     _surprise: np.ndarray = field(init=False)
     _last_round: np.ndarray = field(init=False)
     _working: dict[int, _Working] = field(default_factory=dict)
-    _arrived: list[tuple[int, ModelUpdate]] = field(default_factory=list)
+    _arrived: list[_Arrived] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         clients = self.profiler.clients
         self.selected, self.returned = np.zeros(clients, np.int64), np.zeros(clients, np.int64)
+        self.failed = np.zeros(clients, np.int64)
         self._spent_s = np.zeros(clients)
         self._loss, self._surprise = np.full(clients, np.nan), np.full(clients, np.nan)
         self._last_round = np.full(clients, -1)
@@ -141,6 +163,11 @@ class RoundController:
     def spent_s(self) -> float:
         """Seconds that all clients have worked."""
         return float(self._spent_s.sum())
+
+    @property
+    def spent_by_client_s(self) -> np.ndarray:
+        """Seconds that each client has worked; shape (clients,)."""
+        return self._spent_s.copy()
 
     @property
     def working(self) -> frozenset[int]:
@@ -165,15 +192,26 @@ class RoundController:
         self.profiler.observe(client, timing)
         if client not in self._working or self._working[client].version != update.version:
             return False
-        self._end(now_s, client)
+        seconds = self._end(now_s, client)
         self._loss[client] = update.loss
-        self._arrived.append((client, update))
+        self._arrived.append(_Arrived(client, update, seconds))
         return True
 
     def lost(self, now_s: float, client: int) -> None:
-        """Note that a client has failed, or that its update was refused."""
+        """Note that a client's work was lost."""
         if client in self._working:
             self._waste(now_s, client)
+
+    def refused(self, now_s: float, client: int) -> None:
+        """Note that a client that works has sent what cannot be used."""
+        self.failed[client] += 1
+        self.lost(now_s, client)
+
+    def discarded(self, client: int, spent_s: float) -> None:
+        """Note that an update of an `Aggregate` was not used after all."""
+        self.returned[client] -= 1
+        self.failed[client] += 1
+        self.wasted_s += spent_s
 
     def surprised(self, client: int, distance: float) -> None:
         """Note how far a client's update was from what was expected of it."""
@@ -190,9 +228,11 @@ class RoundController:
             accuracy: of the global model so far, oldest first.
         """
         actions: list[Action] = []
-        for client in [c for c, work in self._working.items() if work.deadline_s <= now_s]:
+        overdue = {c: work for c, work in self._working.items() if work.deadline_s <= now_s}
+        for client, work in overdue.items():
             self._waste(now_s, client)
-            actions.append(CancelClient(client))
+            self.failed[client] += 1
+            actions.append(CancelClient(client, work.deadline_s - work.started_s))
         if self._is_complete():
             actions += self._aggregate(now_s)
         actions += self._start(now_s, is_online, accuracy)
@@ -207,14 +247,15 @@ class RoundController:
     def _aggregate(self, now_s: float) -> list[Action]:
         taken = self._arrived[: self.options.cohort]
         self._arrived = self._arrived[self.options.cohort :]
-        clients = tuple(client for client, _ in taken)
+        clients = tuple(arrived.client for arrived in taken)
         for client in clients:
             self.returned[client] += 1
-        updates = tuple(update for _, update in taken)
+        updates = tuple(arrived.update for arrived in taken)
+        spent_s = tuple(arrived.spent_s for arrived in taken)
         missed = [self.version - update.version for update in updates]
         staleness = staleness_weights(missed, power=self.options.staleness_power)
         self.version += 1
-        actions: list[Action] = [Aggregate(updates, clients, tuple(staleness.tolist()))]
+        actions: list[Action] = [Aggregate(updates, clients, tuple(staleness.tolist()), spent_s)]
         if not self.options.in_flight:
             for client in list(self._working):
                 self._waste(now_s, client)
@@ -243,7 +284,8 @@ class RoundController:
             is_free=is_free,
             expected_s=expected_s,
             is_measured=self.profiler.is_measured(),
-            selected=self.selected,
+            # Who held a place for as long as several answers take has had as many turns.
+            selected=self.selected + options.deadline_factor * self.failed,
             returned=self.returned,
             spent_s=self._spent_s,
             loss=self._loss,

@@ -8,24 +8,27 @@ It knows no clock and no network: the simulation and the Flower adapter drive th
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paceline.core.errors import UsageError
 from paceline.federated.aggregation import weighted_sum
-from paceline.federated.monitor import Evaluation, Monitor
-from paceline.federated.rounds import Aggregate
+from paceline.federated.monitor import Alarm, Evaluation, Monitor
+from paceline.federated.rounds import Aggregate, CancelClient
 from paceline.federated.update_memory import UpdateMemory
-from paceline.federated.updates import Refusal, check_update
+from paceline.federated.updates import Refusal, check_update, norm, norm_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from paceline.federated.clients import Timing
     from paceline.federated.pay import PaidRounds
-    from paceline.federated.rounds import CancelClient, RoundController, StartClient
+    from paceline.federated.rounds import RoundController, StartClient
     from paceline.federated.updates import ModelUpdate
+
+logger = logging.getLogger(__name__)
 
 
 class FederationServer:
@@ -39,12 +42,13 @@ class FederationServer:
         evaluate: returns the evaluation of a model, given seconds, version and parameters.
         evaluate_every: new models.
         pay: scores updates and pays for them; None: nobody is paid, and all updates count.
+        name_of: returns a client's id, by its number.
 
     Attributes:
         controller: of the rounds.
         monitor: of the model.
-        refused: updates that were not used.
-        alarms: of the monitor, each kind once.
+        refused: updates that were not used or did not come, in the order of time.
+        alarms: of the monitor, the first of each kind.
     """
 
     def __init__(
@@ -57,13 +61,17 @@ class FederationServer:
         evaluate: Callable[[float, int, np.ndarray], Evaluation],
         evaluate_every: int = 5,
         pay: PaidRounds | None = None,
+        name_of: Callable[[int], str] = str,
     ) -> None:
+        self._name_of = name_of
         self.controller, self._pay = controller, pay
         self._weights, self._remembers = weights, remembers
         self._evaluate, self._evaluate_every = evaluate, evaluate_every
         self.monitor = Monitor()
         self.refused: list[Refusal] = []
-        self.alarms: dict[str, None] = {}
+        self.alarms: dict[str, Alarm] = {}
+        self._unpaid: dict[str, Refusal] = {}  # since the last model
+        self._norms: dict[int, float] = {}  # of each client's last update that was used
         self._memory = UpdateMemory(weights, model.size)
         self._models = {0: model}  # by version, as long as a client may work with it
 
@@ -97,14 +105,32 @@ class FederationServer:
         try:
             check_update(update, self.model.size)
         except UsageError as problem:
-            self.refused.append(Refusal(client=update.client, check="values", reason=problem.why))
-            self.lost(now_s, client)
+            self.refuse(now_s, client, "values", problem.why)
             return
         self.controller.arrived(now_s, client, update, timing)
 
-    def lost(self, now_s: float, client: int) -> None:
-        """Note that a client has failed."""
+    def lost(self, now_s: float, client: int, reason: str = "its work was lost") -> None:
+        """Note that a client's work was lost."""
+        self._note(client, "lost", reason)
         self.controller.lost(now_s, client)
+
+    def refuse(self, now_s: float, client: int, check: str, reason: str) -> None:
+        """Refuse what a client that works has sent; nobody waits for it any more.
+
+        Args:
+            now_s: seconds of a clock that never goes back.
+            client: its number.
+            check: that it failed.
+            reason: a clause with the value and the limit.
+        """
+        self._note(client, check, reason)
+        self.controller.refused(now_s, client)
+
+    def _note(self, client: int, check: str, reason: str) -> None:
+        refusal = Refusal(client=self._name_of(client), check=check, reason=reason)
+        self.refused.append(refusal)
+        self._unpaid[refusal.client] = refusal
+        logger.info("client %s is unpaid (%s): %s", refusal.client, check, reason)
 
     def advance(self, now_s: float, is_online: np.ndarray) -> list[StartClient | CancelClient]:
         """Make new models as far as there are updates; return what to tell clients.
@@ -121,14 +147,18 @@ class FederationServer:
                 if isinstance(action, Aggregate):
                     self._aggregate(now_s, action)
                     has_changed = True
-                else:
-                    found.append(action)
+                    continue
+                if isinstance(action, CancelClient) and action.overdue_s is not None:
+                    reason = f"no answer within {action.overdue_s:.0f} s"
+                    self._note(action.client, "deadline", reason)
+                found.append(action)
         in_use = {*map(self.controller.version_of, self.controller.working), self.version}
         self._models = {v: model for v, model in self._models.items() if v in in_use}
         return found
 
     def _aggregate(self, now_s: float, action: Aggregate) -> None:
         """Make the next model; the controller counts it already."""
+        action = self._without_giants(action)
         weights = [
             float(self._weights[client]) * late
             for client, late in zip(action.clients, action.staleness, strict=True)
@@ -136,13 +166,37 @@ class FederationServer:
         before = self._models[self.version - 1]
         deltas = [update.delta for update in action.updates]
         if self._pay is not None:
-            deltas, factors = self._pay.judge(now_s, before, action.updates)
-            weights = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
+            judged = self._pay.judge(now_s, before, action.updates, self._unpaid)
+            self.refused += judged.refusals
+            deltas = judged.deltas
+            weights = [w * factor for w, factor in zip(weights, judged.factors, strict=True)]
+        self._unpaid = {}
         self._models[self.version] = before + self._combined(action.clients, deltas, weights)
         if self.version % self._evaluate_every == 0:
             alarm = self.monitor.add(self._evaluate(now_s, self.version, self.model))
-            if alarm:
-                self.alarms.setdefault(alarm.partition(":")[0])
+            if alarm is not None and self.alarms.setdefault(alarm.kind, alarm) is alarm:
+                logger.warning("model %d, after %.0f s: %s", self.version, now_s, alarm.text)
+
+    def _without_giants(self, action: Aggregate) -> Aggregate:
+        """Return the action without updates whose norms are far above those of other clients."""
+        norms = [norm(update.delta) for update in action.updates]
+        kept = []
+        for index, client in enumerate(action.clients):
+            others = {**self._norms, **dict(zip(action.clients, norms, strict=True))}
+            others.pop(client)
+            limit = norm_limit(list(others.values()))
+            if norms[index] <= limit:
+                kept.append(index)
+                continue
+            self._note(client, "norm", f"norm {norms[index]:.3g}, and {limit:.3g} is the limit")
+            self.controller.discarded(client, action.spent_s[index])
+        self._norms.update({action.clients[index]: norms[index] for index in kept})
+        return Aggregate(
+            tuple(action.updates[index] for index in kept),
+            tuple(action.clients[index] for index in kept),
+            tuple(action.staleness[index] for index in kept),
+            tuple(action.spent_s[index] for index in kept),
+        )
 
     def _combined(
         self, clients: Sequence[int], deltas: Sequence[np.ndarray], weights: Sequence[float]

@@ -6,7 +6,7 @@ for each seed: clients, devices, sessions; then each strategy on its own copies 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,27 +16,61 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import read_text
 from paceline.core.randomness import make_generator
 from paceline.core.record import Record
+from paceline.federated.groups import class_mixes, poorest, thirds_by_speed
 from paceline.federated.simulate.engine import FederationOutcome, FederationSimulation
 from paceline.federated.simulate.images import ImageData, read_images
 from paceline.federated.simulate.splits import dirichlet_split
 from paceline.federated.simulate.world import SimulatedClients
 from paceline.federated.strategies import make_strategy
-from paceline.report.federation.model import FederationReport, FederationRun
+from paceline.report.federation.model import (
+    FederationPay,
+    FederationReport,
+    FederationRun,
+    UnpaidRow,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.federated.config import FederationConfig
     from paceline.federated.pay import PaidRounds
+    from paceline.federated.updates import Refusal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CurvePoint(Record):
-    """One evaluation: simulated seconds, model version, accuracy."""
+    """One evaluation.
+
+    Attributes:
+        at_s: simulated seconds.
+        round: version of the model.
+        accuracy: of the model.
+        by_class: accuracy on each class.
+        by_group: accuracy for the fast, middle and slow third of the clients.
+    """
 
     at_s: float
     round: int
     accuracy: float
+    by_class: tuple[float, ...] = ()
+    by_group: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnpaidWork(Record):
+    """What a client did not get paid for: updates that were not used or did not come.
+
+    Attributes:
+        client: its id.
+        check: that they failed.
+        count: how many.
+        reason: of the first.
+    """
+
+    client: str
+    check: str
+    count: int
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,13 +82,16 @@ class FederationResult(Record):
         seed: of the clients and of the strategy.
         to_target_s: simulated seconds to the accuracy that was asked for; None: never.
         final, worst_class: accuracy in the end, in all and of the poorest class.
+        worst_clients: accuracy in the end at the tenth of the clients for which it is poorest.
         rounds, seconds: that were simulated.
         fairness: Jain's index of the updates of each client that were used.
+        work_fairness: Jain's index of the seconds that each client worked.
         never_used: share of clients without one.
         never_online: share of clients that were offline all the time.
         waste: share of the clients' seconds that was thrown away.
         sent_bytes: to and from all clients.
         alarms: of the monitor.
+        unpaid: updates that were not used or did not come, the most frequent first.
         curve: evaluations, oldest first.
         returned: used updates of each client.
     """
@@ -71,7 +108,10 @@ class FederationResult(Record):
     never_online: float
     waste: float
     sent_bytes: int
+    worst_clients: float = 0.0
+    work_fairness: float = 0.0
     alarms: tuple[str, ...] = ()
+    unpaid: tuple[UnpaidWork, ...] = ()
     curve: tuple[CurvePoint, ...] = ()
     returned: tuple[int, ...] = ()
 
@@ -144,39 +184,72 @@ def simulate(
         world.order_by(np.array([slow[part].mean() for part in parts]))
     chosen = make_strategy(strategy, config.cohort, config.goals)
     simulation = FederationSimulation(
-        data, parts, world, chosen, work=config.work, seed=seed, pay=pay
+        data, parts, world, chosen, work=config.work, seed=seed, faults=config.faults, pay=pay
     )
+    mixes = class_mixes(data.labels, parts, int(data.test_labels.max()) + 1)
+    seconds = simulation.expected_s()
     outcome = simulation.run(config.budget_s, config.rounds)
-    return _result(outcome, strategy, seed, config.target)
+    return _result(outcome, strategy, seed, config.target, mixes, seconds)
 
 
 def _result(
-    outcome: FederationOutcome, strategy: str, seed: int, target: float
+    outcome: FederationOutcome,
+    strategy: str,
+    seed: int,
+    target: float,
+    mixes: np.ndarray,
+    seconds: np.ndarray,
 ) -> FederationResult:
     monitor = outcome.monitor
+    groups = thirds_by_speed(mixes, seconds)
     return FederationResult(
         strategy=strategy,
         seed=seed,
         to_target_s=monitor.seconds_to(target),
         final=monitor.final if monitor.evaluations else 0.0,
         worst_class=monitor.worst_class if monitor.evaluations else 0.0,
+        worst_clients=poorest(mixes, monitor.by_class) if monitor.evaluations else 0.0,
         rounds=outcome.rounds,
         seconds=outcome.seconds,
         fairness=outcome.fairness,
+        work_fairness=outcome.work_fairness,
         never_used=outcome.never_used,
         never_online=outcome.never_online,
         waste=outcome.waste,
         sent_bytes=outcome.sent_bytes,
         alarms=outcome.alarms,
+        unpaid=_counted(outcome.refused),
         curve=tuple(
-            CurvePoint(at_s=e.at_s, round=e.round, accuracy=e.accuracy) for e in monitor.evaluations
+            CurvePoint(
+                at_s=e.at_s,
+                round=e.round,
+                accuracy=e.accuracy,
+                by_class=e.by_class,
+                by_group={name: float(mix @ e.by_class) for name, mix in groups.items()},
+            )
+            for e in monitor.evaluations
         ),
         returned=tuple(int(count) for count in outcome.returned),
     )
 
 
+def _counted(refusals: Sequence[Refusal]) -> tuple[UnpaidWork, ...]:
+    """Return the refusals of each client and check, counted."""
+    found: dict[tuple[str, str], list[Refusal]] = {}
+    for refusal in refusals:
+        found.setdefault((refusal.client, refusal.check), []).append(refusal)
+    rows = [
+        UnpaidWork(client=client, check=check, count=len(alike), reason=alike[0].reason)
+        for (client, check), alike in found.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.count))
+
+
 def to_report(
-    title: str, config: FederationConfig, results: Sequence[FederationResult]
+    title: str,
+    config: FederationConfig,
+    results: Sequence[FederationResult],
+    pay: FederationPay | None = None,
 ) -> FederationReport:
     """Return the report of some results.
 
@@ -184,6 +257,7 @@ def to_report(
         title: of the page.
         config: that all of them have in common.
         results: at least one.
+        pay: of the only result, if it was paid.
     """
     data = config.data.folder or "the digits of scikit-learn"
     slow = (
@@ -195,6 +269,7 @@ def to_report(
         f"Dirichlet distribution of {config.data.alpha:g}{slow}; cohorts of {config.cohort}.",
         target=config.target,
         budget_s=config.budget_s,
+        pay=pay,
         runs=tuple(
             FederationRun(
                 strategy=result.strategy,
@@ -211,6 +286,18 @@ def to_report(
                 accuracy=np.array([point.accuracy for point in result.curve]),
                 returned=np.array(result.returned),
                 alarms=result.alarms,
+                worst_clients=result.worst_clients,
+                by_class=np.array([point.by_class for point in result.curve]),
+                by_group={
+                    name: np.array([point.by_group[name] for point in result.curve])
+                    for name in (result.curve[0].by_group if result.curve else ())
+                },
+                unpaid=tuple(
+                    UnpaidRow(
+                        client=row.client, check=row.check, count=row.count, reason=row.reason
+                    )
+                    for row in result.unpaid
+                ),
             )
             for result in results
         ),

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CHUNK = 1 << 16
-_LEAST_UPDATES = 3  # whose median norm is a scale
+_LEAST_OTHERS = 2  # whose median norm is a scale
+_LARGEST_NORM_RATIO = 100.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,13 +91,25 @@ def norm(delta: np.ndarray) -> float:
     return math.sqrt(total) if total >= 0 else math.nan
 
 
+def norm_limit(others: Sequence[float], *, ratio: float = _LARGEST_NORM_RATIO) -> float:
+    """Return the largest norm that an update may have; infinite while there is no scale.
+
+    Args:
+        others: norms of other clients' updates: a client can neither set the scale of its own
+            update nor hide below it.
+        ratio: over their median.
+    """
+    median = float(np.median(others)) if len(others) >= _LEAST_OTHERS else 0.0
+    return ratio * median if median > 0 else math.inf
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """An update that is not used.
+    """An update that is not used, or that did not come.
 
     Attributes:
-        client: who sent it.
-        check: that it failed, for example "values", "norm" or "replay".
+        client: who sent it, or should have.
+        check: that it failed, for example "values", "norm", "replay" or "deadline".
         reason: a clause with the value and the limit.
     """
 
@@ -106,13 +119,16 @@ class Refusal:
 
 
 def check_updates(
-    updates: Sequence[ModelUpdate], parameters: int, *, largest_norm_ratio: float = 100.0
+    updates: Sequence[ModelUpdate],
+    parameters: int,
+    *,
+    largest_norm_ratio: float = _LARGEST_NORM_RATIO,
 ) -> tuple[list[ModelUpdate], list[Refusal]]:
     """Return the updates of a round that can be used, in order, and why each other one cannot.
 
     Refused is what has a wrong shape or type, a value that is not finite, a second update of one
     client, or a giant norm: above `largest_norm_ratio` times the median of the round's other
-    checked updates. A single client can neither set that scale nor hide below its own.
+    checked updates.
 
     Args:
         updates: of a round.
@@ -140,9 +156,7 @@ def check_updates(
     accepted = []
     for index, update in enumerate(fitting):
         others = norms[:index] + norms[index + 1 :]
-        bound = math.inf
-        if len(norms) >= _LEAST_UPDATES and (median := float(np.median(others))) > 0:
-            bound = largest_norm_ratio * median
+        bound = norm_limit(others, ratio=largest_norm_ratio)
         if norms[index] <= bound:
             accepted.append(update)
             continue

@@ -42,14 +42,15 @@ def run(config: Path | None, out: Path, seed: int | None, as_json: bool) -> None
     given = FederationConfig.small() if config is None else FederationConfig.from_toml(config)
     given = given if seed is None else replace(given, seed=seed)
     done = paid_run.run(given, *study.read_data(given), out)
-    report = study.to_report(str(config or "20 clients with digits"), given, [done.result])
+    report = study.to_report(
+        str(config or "20 clients with digits"), given, [done.result], done.pay
+    )
     write_federation_page(report, out / "report.html")
     if as_json:
         printed = {
             "config": given.to_json(),
             "result": done.result.to_json(),
             "balances": done.balances,
-            "refused": done.refused,
             "signed": done.is_signed,
         }
         click.echo(json.dumps(printed))
@@ -67,30 +68,20 @@ def run(config: Path | None, out: Path, seed: int | None, as_json: bool) -> None
 
 def _pay_lines(done: PaidRun, clients: int) -> list[str]:
     """Return what was paid to whom, in sentences."""
-    from paceline.federated.ledger import MICRO_TOKENS
+    from paceline.report.federation.payments import conservation, tokens
 
-    earned = {
-        name.partition(":")[2]: amount
-        for name, amount in done.balances.items()
-        if name.startswith("client:") and name != "client:consumer"
-    }
-    pays = sorted(earned.values(), reverse=True)
+    pays = sorted(done.pay.by_client.values(), reverse=True)
     middle = pays[len(pays) // 2] if pays else 0
     most = pays[0] if pays else 0
+    flows = dict(done.pay.flows)
     lines = [
         "",
-        f"Paid: {sum(pays) / MICRO_TOKENS:,.0f} tokens to {len(pays)} of {clients} clients, "
-        f"{middle / MICRO_TOKENS:,.1f} to the median one, {most / MICRO_TOKENS:,.1f} at most; "
-        f"infrastructure {done.balances.get('infrastructure', 0) / MICRO_TOKENS:,.0f}.",
-        f"Reimbursed: {done.balances.get('client:consumer', 0) / MICRO_TOKENS:,.0f} tokens. "
-        f"Sum of all accounts: {sum(done.balances.values())}.",
+        f"Paid: {tokens(sum(pays))} tokens to {len(pays)} of {clients} clients, "
+        f"{tokens(middle)} to the median one, {tokens(most)} at most; "
+        f"infrastructure {tokens(flows.get('infrastructure', 0))}; "
+        f"reimbursed {tokens(flows.get('consumer, reimbursed', 0))}.",
+        conservation(done.pay),
     ]
-    if done.refused:
-        worst = max(done.refused, key=lambda client: done.refused[client])
-        lines.append(
-            f"Refused: {sum(done.refused.values())} updates of {len(done.refused)} clients, most "
-            f"of client {worst} ({done.refused[worst]})."
-        )
     if not done.is_signed:
         lines.append("The ledger is not signed: pip install 'paceline[ledger]'.")
     return lines

@@ -297,7 +297,7 @@ class LedgerBlock:
         A signature that is not known to be valid is not stored: whatever it is, it proves nothing.
         """
         body = queries.body_of(self._sql, ("client", work.client))
-        if body is None:
+        if body is None or not work.update:  # none came: there is nothing to sign
             return dataclasses.replace(work, signature="")
         public_key = json.loads(body)["note"]["public_key"]
         text = receipts.work_text(self._ledger, run, number, work)

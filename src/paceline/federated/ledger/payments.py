@@ -102,7 +102,7 @@ class RoundWork:
     Attributes:
         client: its id.
         score: of its contribution, at least 0; pay is in proportion to it.
-        update: SHA-256 of its update, 64 hexadecimal digits.
+        update: SHA-256 of its update, 64 hexadecimal digits; empty if none came that could be used.
         samples: that it claims to have trained on; recorded, never paid for.
         signature: its signature of `receipts.work_text`; empty if it has no key.
         reason: why it is unpaid, if its score is 0.
@@ -117,7 +117,8 @@ class RoundWork:
 
     def __post_init__(self) -> None:
         check_name(self.client, "a client")
-        if len(self.update) != _HASH_DIGITS or set(self.update) - set("0123456789abcdef"):
+        digits = 0 if self.score == 0 and not self.update else _HASH_DIGITS
+        if len(self.update) != digits or set(self.update) - set("0123456789abcdef"):
             raise UsageError(
                 f"the hash of the update of client {self.client} is {self.update!r:.80}",
                 fix="Give the SHA-256 of the update's bytes as 64 hexadecimal digits",

@@ -17,7 +17,7 @@ class ClientsView:
         is_free: online, and not at work.
         expected_s: seconds that a round trip is expected to take.
         is_measured: whether a round trip was measured.
-        selected: how often each was asked.
+        selected: how often each was asked; a time without an answer counts several times.
         returned: how often an update of it was used.
         spent_s: seconds that it has worked.
         loss: root mean square of its samples' losses at its last update, as it says; or nan.

@@ -24,6 +24,7 @@ from paceline.federated.monitor import Evaluation, Monitor, evaluate
 from paceline.federated.rounds import RoundController, StartClient
 from paceline.federated.server import FederationServer
 from paceline.federated.simulate.classifier import Classifier
+from paceline.federated.simulate.faults import FaultOptions
 from paceline.federated.simulate.world import LONGEST_S
 from paceline.federated.updates import ModelUpdate
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from paceline.federated.simulate.images import ImageData
     from paceline.federated.simulate.world import SimulatedClients
     from paceline.federated.strategies import Strategy
+    from paceline.federated.updates import Refusal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,9 +67,11 @@ class FederationOutcome(NamedTuple):
         seconds, rounds: that were simulated.
         returned: updates of each client that were used.
         came_online: whether each client was ever online.
-        spent_s, wasted_s: that all clients worked, and of it what was thrown away.
+        spent_s: seconds that each client worked.
+        wasted_s: of all clients, that was thrown away.
         sent_bytes: both ways, of all clients.
-        alarms: of the monitor, each once.
+        alarms: of the monitor, the first of each kind.
+        refused: updates that were not used or did not come, in the order of time.
     """
 
     monitor: Monitor
@@ -75,15 +79,21 @@ class FederationOutcome(NamedTuple):
     rounds: int
     returned: np.ndarray
     came_online: np.ndarray
-    spent_s: float
+    spent_s: np.ndarray
     wasted_s: float
     sent_bytes: int
     alarms: tuple[str, ...]
+    refused: tuple[Refusal, ...]
 
     @property
     def fairness(self) -> float:
         """Jain's index of the used updates."""
         return jain(self.returned)
+
+    @property
+    def work_fairness(self) -> float:
+        """Jain's index of the seconds that clients worked."""
+        return jain(self.spent_s)
 
     @property
     def never_used(self) -> float:
@@ -98,7 +108,8 @@ class FederationOutcome(NamedTuple):
     @property
     def waste(self) -> float:
         """Share of the clients' seconds that was thrown away."""
-        return self.wasted_s / self.spent_s if self.spent_s else 0.0
+        total_s = float(self.spent_s.sum())
+        return self.wasted_s / total_s if total_s else 0.0
 
 
 class _Done(NamedTuple):
@@ -119,6 +130,7 @@ class FederationSimulation:
         strategy: how the federation is run.
         work: of a client.
         seed: of selection, training and the first model.
+        faults: clients that fail.
         pay: pays clients; None: nobody is paid.
     """
 
@@ -131,8 +143,10 @@ class FederationSimulation:
         *,
         work: ClientWork | None = None,
         seed: int = 0,
+        faults: FaultOptions | None = None,
         pay: PaidRounds | None = None,
     ) -> None:
+        self._faults = faults or FaultOptions()
         self._data, self._parts, self._world = data, parts, world
         self._work = work or ClientWork()
         self._classifier = Classifier(inputs=data.images.shape[1])
@@ -164,6 +178,13 @@ class FederationSimulation:
         self._order = itertools.count()
         self._sent_bytes = 0
         self._came_online = np.zeros(len(parts), bool)
+
+    def expected_s(self) -> np.ndarray:
+        """Return the seconds of each client's work without jitter; shape (clients,)."""
+        world, samples = self._world, self._steps * self._work.batch
+        transfer: np.ndarray = self._work.model_bytes * (world.down_s + world.up_s)
+        total: np.ndarray = world.sample_s * samples + transfer
+        return total + world.queue_s if world.queue_s.size else total
 
     def run(self, budget_s: float, rounds: int, *, target: float = math.inf) -> FederationOutcome:
         """Run until a budget is spent.
@@ -198,20 +219,23 @@ class FederationSimulation:
             rounds=server.version,
             returned=server.controller.returned.copy(),
             came_online=self._came_online,
-            spent_s=server.controller.spent_s,
+            spent_s=server.controller.spent_by_client_s,
             wasted_s=server.controller.wasted_s,
             sent_bytes=self._sent_bytes,
-            alarms=tuple(server.alarms),
+            alarms=tuple(alarm.text for alarm in server.alarms.values()),
+            refused=tuple(server.refused),
         )
 
     def _start(self, now_s: float, action: StartClient) -> None:
         """Draw how long a client takes, and whether its work is lost."""
         samples = int(self._steps[action.client]) * self._work.batch
-        timing, seconds = self._world.timing(action.client, samples, self._work.model_bytes)
+        timing, seconds = self._world.timing(action.client, samples, self._work.model_bytes, now_s)
         lost = self._world.is_lost()
+        self._sent_bytes += self._work.model_bytes
+        if action.client in self._faults.silent:
+            return
         done = _Done(action.client, action.version, None if lost else timing)
         heapq.heappush(self._events, (now_s + seconds, next(self._order), done))
-        self._sent_bytes += self._work.model_bytes
 
     def _wait(self, now_s: float) -> float:
         """Move on to the next thing that happens, take it, and return its time."""
@@ -232,7 +256,7 @@ class FederationSimulation:
         if done.timing is None:
             self._server.lost(now_s, done.client)
             return
-        update = self._trained(done.client, done.version)
+        update = self._faults.spoil(done.client, self._trained(done.client, done.version))
         self._sent_bytes += self._work.model_bytes
         self._server.arrived(now_s, done.client, update, done.timing)
 

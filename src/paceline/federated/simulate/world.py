@@ -1,10 +1,11 @@
 """Clients that do not exist: their devices, links, and when they are online.
 
     phones        speed in proportion to a benchmark score; log-normal links; sessions online
-    silos         a facility's batch jobs: equal nodes, fast links, a wait in the queue each time
+    silos         a facility's batch jobs: equal nodes, always there, a wait in the queue each time
 
-Sessions and gaps have log-normal lengths, and each client its own share of the time online. Links
-and sessions are synthetic: no trace of them is at hand (see the guide).
+A device may be busy with other work now and then, and is slower meanwhile. Sessions and gaps have
+log-normal lengths, and each client its own share of the time online. Links and sessions are
+synthetic: no trace of them is at hand (see the guide).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.core.record import Record
+from paceline.core.errors import ConfigError
+from paceline.core.record import Record, nearest
 from paceline.federated.clients import Timing
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 _CONDITION = 0.2  # of ln(speed): phones of one model differ
 _SESSION_S, _SESSION_SPREAD, _GAP_SPREAD = 3600.0, 0.8, 0.5
+_BUSY_S, _BUSY_SPREAD = 300.0, 0.5  # of other work on a device
+_QUEUE_SPREAD = 0.5  # of ln(wait) from job to job
 _PAST_S = 6 * 3600.0  # sessions begin before the simulation does
 
 
@@ -37,8 +41,11 @@ class DeviceOptions(Record):
         link_spread: standard deviation of its logarithm.
         jitter: standard deviation of ln(seconds) from round to round.
         drop_share: of the work that is lost.
-        online: whether clients come and go.
-        queue_s: median wait of a silo's job in the queue.
+        online: whether phones come and go; silos do not.
+        queue_s: median wait of a silo's job in its queue.
+        queue_spread: standard deviation of the logarithms of silos' median waits.
+        busy_share: of the time in which other work runs on a device.
+        busy_factor: times that its own work takes meanwhile.
     """
 
     kind: str = "phones"
@@ -49,6 +56,29 @@ class DeviceOptions(Record):
     drop_share: float = 0.02
     online: bool = True
     queue_s: float = 0.0
+    queue_spread: float = 1.0
+    busy_share: float = 0.0
+    busy_factor: float = 3.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(
+                f"there are no devices of kind {self.kind!r}",
+                where="devices",
+                fix=nearest(self.kind, KINDS),
+            )
+        if not 0 <= self.drop_share <= 1 or not 0 <= self.busy_share < 1:
+            raise ConfigError(
+                f"drop_share {self.drop_share} and busy_share {self.busy_share} are not possible",
+                where="devices",
+                fix="Give a drop_share from 0 to 1, a busy_share from 0 to below 1",
+            )
+        least = {"sample_ms": 1e-9, "link_mbit_per_s": 1e-9, "busy_factor": 1.0, "queue_s": 0.0}
+        for name, value in least.items():
+            if not getattr(self, name) >= value:
+                raise ConfigError(
+                    f"{name} = {getattr(self, name)}", where="devices", fix=f"At least {value:g}"
+                )
 
 
 @dataclass(slots=True)
@@ -58,6 +88,7 @@ class SimulatedClients:
     Attributes:
         sample_s: seconds per sample.
         down_s, up_s: seconds per byte.
+        queue_s: median wait of a job; empty: nobody waits.
     """
 
     options: DeviceOptions
@@ -65,18 +96,33 @@ class SimulatedClients:
     down_s: np.ndarray
     up_s: np.ndarray
     rng: np.random.Generator
+    queue_s: np.ndarray = field(init=False)
     _toggles: list[tuple[float, int]] = field(default_factory=list)
     _is_online: np.ndarray = field(init=False)
     _share: np.ndarray = field(init=False)
     _next: int = 0
+    _busy: list[np.ndarray] = field(
+        default_factory=list
+    )  # begins and ends of other work, by client
 
     def __post_init__(self) -> None:
         clients = self.sample_s.size
         self._is_online = np.ones(clients, bool)
-        if self.options.online:
+        if self.comes_and_goes:
             self._share = 0.1 + 0.8 * self.rng.beta(2, 2, clients)
             self._is_online[:] = False
             self._make_sessions(clients)
+        self.queue_s = np.zeros(0)
+        if self.options.kind == "silos" and self.options.queue_s:
+            spread = self.rng.lognormal(0, self.options.queue_spread, clients)
+            self.queue_s = self.options.queue_s * spread
+        if self.options.busy_share:
+            self._busy = [self._make_busy_times() for _ in range(clients)]
+
+    @property
+    def comes_and_goes(self) -> bool:
+        """Whether clients are offline now and then."""
+        return self.options.online and self.options.kind == "phones"
 
     @classmethod
     def make(
@@ -114,20 +160,31 @@ class SimulatedClients:
         self.down_s[order] = np.sort(self.down_s)
         self.up_s = self.down_s * ratio
 
-    def timing(self, client: int, samples: int, model_bytes: int) -> tuple[Timing, float]:
+    def timing(
+        self, client: int, samples: int, model_bytes: int, now_s: float = 0.0
+    ) -> tuple[Timing, float]:
         """Return what one client's work would be measured as, and its seconds in all."""
         jitter = self.options.jitter
         compute_s = self.sample_s[client] * samples * self.rng.lognormal(0, jitter)
         transfer_s = model_bytes * (self.down_s[client] + self.up_s[client])
         transfer_s *= self.rng.lognormal(0, jitter)
-        queue_s = self.options.queue_s * self.rng.lognormal(0, 1) if self.options.queue_s else 0.0
+        if self._busy and self.is_busy(client, now_s):
+            compute_s *= self.options.busy_factor
+        queue_s = 0.0
+        if self.queue_s.size:
+            queue_s = float(self.queue_s[client] * self.rng.lognormal(0, _QUEUE_SPREAD))
         timing = Timing(
             samples=samples,
-            compute_s=compute_s + queue_s,
+            compute_s=compute_s,
             bytes=2 * model_bytes,
             transfer_s=transfer_s,
+            waiting_s=queue_s,
         )
         return timing, compute_s + queue_s + transfer_s
+
+    def is_busy(self, client: int, now_s: float) -> bool:
+        """Return whether other work runs on a device when a client begins."""
+        return bool(np.searchsorted(self._busy[client], now_s, side="right") % 2)
 
     def is_lost(self) -> bool:
         """Return whether the next work is lost."""
@@ -135,7 +192,7 @@ class SimulatedClients:
 
     def online(self, now_s: float) -> np.ndarray:
         """Return who is online; bool, shape (clients,). Time never goes back."""
-        if self.options.online:
+        if self.comes_and_goes:
             while self._toggles[self._next][0] <= now_s:
                 _, client = self._toggles[self._next]
                 self._is_online[client] ^= True
@@ -144,7 +201,19 @@ class SimulatedClients:
 
     def next_change_s(self) -> float:
         """Return when somebody comes or goes next; inf: never."""
-        return self._toggles[self._next][0] if self.options.online else math.inf
+        return self._toggles[self._next][0] if self.comes_and_goes else math.inf
+
+    def _make_busy_times(self) -> np.ndarray:
+        """Return the ascending times at which other work begins and ends in turn."""
+        share, times = self.options.busy_share, []
+        at_s = -float(self.rng.uniform(0, _PAST_S))
+        while at_s < LONGEST_S:
+            busy_s = float(self.rng.lognormal(math.log(_BUSY_S), _BUSY_SPREAD))
+            times += [at_s, at_s + busy_s]
+            at_s += busy_s + busy_s * (1 - share) / share * float(
+                self.rng.lognormal(-(_GAP_SPREAD**2) / 2, _GAP_SPREAD)
+            )
+        return np.array(times)
 
     def _make_sessions(self, clients: int) -> None:
         """Fill the list of toggles, sorted; it is long enough for any budget that is allowed."""
@@ -159,4 +228,5 @@ class SimulatedClients:
         self._toggles.sort()
 
 
+KINDS = ("phones", "silos")
 LONGEST_S = 4 * 86400.0  # of a simulation of clients that come and go

@@ -10,7 +10,7 @@ from paceline.report.page import svg
 from paceline.report.page.chart import FIELD, Chart, line_sample, numbered_line, vertical_scale
 
 if TYPE_CHECKING:
-    from paceline.report.federation.model import FederationReport
+    from paceline.report.federation.model import FederationReport, FederationRun
     from paceline.report.page.svg import Point
 
 _HEIGHT_PX = 260.0
@@ -36,6 +36,36 @@ def accuracy_over_time(report: FederationReport) -> Chart:
         marks=marks,
         labels=labels,
         legend=[*_legend(report), (line_sample("line bound"), "target")],
+    )
+
+
+def accuracy_by_class(run: FederationRun) -> Chart:
+    """Return the accuracy of the global model on each class over simulated time, of one run."""
+    lines = {f"class {n}": run.by_class[:, n] for n in range(run.by_class.shape[1])}
+    return _over_time(run, "classes", "Accuracy on each class", lines)
+
+
+def accuracy_by_group(run: FederationRun) -> Chart:
+    """Return the accuracy of the global model for each group of clients, of one run."""
+    lines = {f"{name} clients": values for name, values in run.by_group.items()}
+    return _over_time(run, "groups", "Accuracy for groups of clients", lines)
+
+
+def _over_time(run: FederationRun, name: str, title: str, lines: dict[str, np.ndarray]) -> Chart:
+    end_s = float(run.at_s[-1])
+    marks, labels = vertical_scale(1.0, 5, _HEIGHT_PX, "accuracy", ".1f")
+    for index, values in enumerate(lines.values()):
+        marks.append(svg.polyline(_points(run.at_s / end_s * FIELD, values), numbered_line(index)))
+    return Chart(
+        name=name,
+        title=title,
+        description=f"{title} at each evaluation, of {run.strategy} with seed {run.seed}.",
+        unit="h",
+        end=end_s / 3600,
+        height_px=_HEIGHT_PX,
+        marks=marks,
+        labels=labels,
+        legend=[(line_sample(numbered_line(n)), words) for n, words in enumerate(lines)],
     )
 
 

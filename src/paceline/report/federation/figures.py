@@ -5,12 +5,19 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from paceline.report.units import format_share, significant
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.report.federation.model import FederationReport, FederationRun
+
+
+_SMOOTHED = 3  # evaluations
+_MARKS = (0.5, 0.6, 0.7, 0.75, 0.8, 0.82, 0.85, 0.9, 0.95)  # accuracies that a table has
+_MOST_UNPAID = 20  # rows
 
 
 def seconds_to_target(runs: Sequence[FederationRun]) -> float | None:
@@ -49,6 +56,86 @@ def comparison(report: FederationReport) -> tuple[list[str], list[list[str]]]:
             ]
         )
     return heads, rows
+
+
+def smoothed(accuracy: np.ndarray) -> np.ndarray:
+    """Return the mean of each evaluation and up to two before it; shape as given."""
+    total = np.cumsum(np.concatenate([[0.0], accuracy]))
+    ends = np.arange(1, accuracy.size + 1)
+    begins = np.maximum(0, ends - _SMOOTHED)
+    means: np.ndarray = (total[ends] - total[begins]) / (ends - begins)
+    return means
+
+
+def time_to_accuracy(report: FederationReport) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows: median seconds of each strategy to several accuracies."""
+    reached = max(
+        (float(run.accuracy.max()) for run in report.runs if run.accuracy.size), default=0
+    )
+    marks = sorted({*(mark for mark in _MARKS if mark <= reached), report.target})
+    rows = []
+    for name, runs in report.by_strategy.items():
+        cells = []
+        for mark in marks:
+            times = [_seconds_to(run, mark) for run in runs]
+            known = [seconds for seconds in times if seconds is not None]
+            is_known = 2 * len(known) > len(runs)
+            padded = [*known, *[float("inf")] * (len(runs) - len(known))]
+            cells.append(significant(statistics.median(padded), 4) if is_known else "-")
+        rows.append([name, *cells])
+    return ["strategy", *(f"s to {format_share(mark)}" for mark in marks)], rows
+
+
+def _seconds_to(run: FederationRun, accuracy: float) -> float | None:
+    above = np.flatnonzero(smoothed(run.accuracy) >= accuracy)
+    return float(run.at_s[above[0]]) if above.size else None
+
+
+def by_class(report: FederationReport) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows: accuracy on each class in the end, medians over the seeds."""
+    classes = max((run.by_class.shape[1] for run in report.runs), default=0)
+    rows = []
+    for name, runs in report.by_strategy.items():
+        last = [run.by_class[-_SMOOTHED:].mean(0) for run in runs if run.by_class.size]
+        if last:
+            rows.append([name, *map(format_share, np.median(last, axis=0).tolist())])
+    return ["strategy", *(f"class {number}" for number in range(classes))], rows
+
+
+def by_group(report: FederationReport) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows: accuracy for groups of clients in the end, medians over the seeds."""
+    groups = list(dict.fromkeys(name for run in report.runs for name in run.by_group))
+    rows = []
+    for name, runs in report.by_strategy.items():
+        known = [run for run in runs if run.by_group]
+        if known:
+            last = [
+                [float(run.by_group[group][-_SMOOTHED:].mean()) for group in groups]
+                for run in known
+            ]
+            poorest = float(np.median([run.worst_clients for run in known]))
+            shares = [*np.median(last, axis=0).tolist(), poorest]
+            rows.append([name, *map(format_share, shares)])
+    heads = [*(f"{group} clients" for group in groups), "poorest tenth"]
+    return ["strategy", *heads], rows
+
+
+def unpaid(report: FederationReport) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows: the clients with most updates that were not used or did not come."""
+    found = [(run, row) for run in report.runs for row in run.unpaid]
+    found.sort(key=lambda pair: -pair[1].count)
+    several = len(report.runs) > 1
+    rows = [
+        [
+            row.client,
+            row.check,
+            *([f"{run.strategy}, seed {run.seed}"] if several else []),
+            row.reason,
+            str(row.count),
+        ]
+        for run, row in found[:_MOST_UNPAID]
+    ]
+    return ["client", "check", *(["run"] if several else []), "first reason", "times"], rows
 
 
 def verdict(report: FederationReport) -> str:

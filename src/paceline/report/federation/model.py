@@ -2,9 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnpaidRow:
+    """Updates of a client that were not used or did not come.
+
+    Attributes:
+        client: its id.
+        check: that they failed.
+        count: how many.
+        reason: of the first.
+    """
+
+    client: str
+    check: str
+    count: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FederationPay:
+    """What became of the tokens, from a ledger; amounts in micro-tokens.
+
+    Attributes:
+        issued: in circulation.
+        flows: where they are in the end, as words and amounts; they add up to `issued`.
+        by_client: what each provider earned, by its id; what is held in escrow is in it.
+        consumers: who paid.
+        verification: what checking every row of the ledger found, a sentence.
+        is_sound: whether it found no damage.
+    """
+
+    issued: int
+    flows: tuple[tuple[str, int], ...]
+    by_client: dict[str, int]
+    consumers: tuple[str, ...]
+    verification: str
+    is_sound: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -23,6 +61,10 @@ class FederationRun:
         at_s, accuracy: of each evaluation; shape (evaluations,).
         returned: used updates of each client; shape (clients,).
         alarms: sentences.
+        worst_clients: accuracy at the tenth of the clients for which the model is poorest.
+        by_class: accuracy of each evaluation on each class; shape (evaluations, classes).
+        by_group: accuracy of each evaluation for groups of clients; shape (evaluations,) each.
+        unpaid: updates that were not used or did not come.
     """
 
     strategy: str
@@ -39,6 +81,10 @@ class FederationRun:
     accuracy: np.ndarray
     returned: np.ndarray
     alarms: tuple[str, ...]
+    worst_clients: float = 0.0
+    by_class: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+    by_group: dict[str, np.ndarray] = field(default_factory=dict)
+    unpaid: tuple[UnpaidRow, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -51,6 +97,7 @@ class FederationReport:
         target: accuracy that was asked for.
         budget_s: simulated seconds that each strategy had.
         runs: of all strategies and seeds.
+        pay: of the run that was paid; None: nobody was.
     """
 
     title: str
@@ -58,6 +105,7 @@ class FederationReport:
     target: float
     budget_s: float
     runs: tuple[FederationRun, ...]
+    pay: FederationPay | None = None
 
     @property
     def by_strategy(self) -> dict[str, list[FederationRun]]:

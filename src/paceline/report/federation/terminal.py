@@ -11,6 +11,8 @@ from paceline.report.federation.figures import comparison, verdict
 from paceline.report.fitting_table import FittingTable
 from paceline.report.words import printable
 
+_MOST_UNPAID = 5
+
 if TYPE_CHECKING:
     from paceline.report.federation.model import FederationReport
 
@@ -25,4 +27,22 @@ def render_federation(report: FederationReport) -> Group:
         corner="strategy",
     )
     summary = Text(printable(report.summary), style="bold")
-    return Group(summary, Text(verdict(report)), Text(), lines)
+    return Group(summary, Text(verdict(report)), Text(), lines, *_notes(report))
+
+
+def _notes(report: FederationReport) -> list[Text]:
+    """Return alarms, and what clients were not paid for."""
+    several = len(report.runs) > 1
+    notes = [
+        f"Alarm{f' of {run.strategy}, seed {run.seed}' if several else ''}: {alarm}."
+        for run in report.runs
+        for alarm in run.alarms
+    ]
+    rows = [] if several else report.runs[0].unpaid
+    notes += [
+        f"Unpaid: client {row.client}, {row.count}x ({row.check}: {row.reason})."
+        for row in rows[:_MOST_UNPAID]
+    ]
+    if len(rows) > _MOST_UNPAID:
+        notes.append(f"Unpaid: {len(rows) - _MOST_UNPAID} more rows are on the page and in --json.")
+    return [Text(), *(Text(printable(note)) for note in notes)] if notes else []
