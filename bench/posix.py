@@ -15,6 +15,8 @@ They take turns in an order that is drawn anew each round; a ratio is the median
 the ratio within a round. First rounds do not count: they bring everything into memory. What they
 cost is a set of rows of its own, "first": mounts that are new in each round read all files once.
 
+Writes are a section of their own: posix_writes.py.
+
 Storms are many processes (posix_storm.c) that begin at once, each with 200 calls of stat, of open
 and close, or of listing a folder. Before each, the mounts by FUSE are new, as at a job's start.
 
@@ -42,6 +44,7 @@ from pathlib import Path
 
 import numpy as np
 from harness import Report, options, tell
+from posix_writes import measure_writes
 from store_data import listing, make_files, make_pack
 
 from paceline.store.posix.mounts import parse_mounts, variables
@@ -313,7 +316,7 @@ def compare(report, readers, size, do, rounds):
 
 
 def main():
-    flags = options(__doc__, "--data", "--rounds")
+    flags = options(__doc__, "--data", "--rounds", switches={"--writes": "measure writes only"})
     folder = Path(flags.data[0] if flags.data else HERE.parent / "build" / "bench-data")
     rounds = int(flags.rounds[0]) if flags.rounds else 5 if flags.quick else 21
     report = Report("posix", flags.json)
@@ -322,8 +325,10 @@ def main():
     kind = subprocess.run(["stat", "-f", "-c", "%T", HERE], capture_output=True, text=True).stdout
     tell(f"file system of the files: {kind.strip()}")
     report.row(what="file system of the files", kind=kind.strip())
-    for size in ("107KB", "2KB"):
+    for size in () if flags.writes else ("107KB", "2KB"):
         measure(report, folder, size, rounds)
+    folder.mkdir(parents=True, exist_ok=True)
+    measure_writes(report, folder, rounds)
     sys.exit(report.print())
 
 

@@ -2,8 +2,9 @@
 
 Six models that the estimate was not tuned on (MLP, CNN, transformer; two widths each), on 1 and on
 2 ranks with threads = cores / ranks, trained under DDP over gloo with the data in memory. The
-machine is probed and every model captured and predicted before the first one is trained; rows are
-measured in two interleaved rounds, so that a disturbance does not fall on one model alone.
+machine is probed, and every model captured, measured step by step and predicted as `paceline plan`
+does, before the first one is trained; rows are measured in two interleaved rounds, so that a
+disturbance does not fall on one model alone.
 
     python bench/predict_small.py --json [--quick] [--tuning]
 
@@ -213,21 +214,28 @@ def middle(values, part=0.5):
     return sorted(values)[int(len(values) * part)]
 
 
+def _function(name):
+    """Return what `paceline plan` would be given: a function of what a step needs."""
+    return lambda: make(name)
+
+
+for _name in MODELS:
+    globals()[_name.replace("-", "_")] = _function(_name)
+
+
 def predictions(machine, names, cores):
+    """Return the estimate of each model on each number of ranks, as ``paceline plan`` makes it."""
     from paceline.core.plan import Mesh, Plan
-    from paceline.perf import estimate
-    from paceline.training.capture import TrainingStep, capture
+    from paceline.studies.measured_estimate import estimate_here
+    from paceline.training.capture_process import capture_file
 
     result = {}
     for name in names:
-        module, inputs, target, loss_fn, factory = make(name)
-        step = TrainingStep(
-            module=module, inputs=inputs, target=target, loss_fn=loss_fn, optimizer=factory
-        )
-        workload = capture(step, name=name)
+        target = f"{__file__}:{name.replace('-', '_')}"
+        workload = capture_file(target)
         for ranks in RANKS:
             plan = Plan(mesh=Mesh(data=ranks), threads=max(1, cores // ranks))
-            result[name, ranks] = estimate(machine, workload, plan)
+            result[name, ranks] = estimate_here(machine, workload, plan, target, "measured")
     return result
 
 
@@ -253,6 +261,7 @@ def compare(name, ranks, predicted, rounds):
         "error": abs(predicted.step_time_s / measured - 1),
         "ratio": predicted.step_time_s / measured,
         "limit": predicted.limit,
+        "holds": predicted.low_s <= measured <= predicted.high_s,
         "predicted_phases_s": dict(predicted.breakdown.items()),
         "measured_phases_s": dict(zip(("forward", "backward", "optimizer"), phases, strict=True)),
         "reference_s": references,

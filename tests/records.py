@@ -35,6 +35,32 @@ VALUES = {
         "seconds": Quantity(value=1e-4, source="probe", low=9e-5, high=2e-4),
     },
     "Mesh": {"data": 2, "pipeline": 1, "tensor": 1},
+    "Efficiency": {
+        name: Quantity(value=0.7, source="fit", low=0.6, high=0.8, reference="12 measured steps")
+        for name in (
+            *("matmul", "attention", "bandwidth", "link", "network", "unaligned"),
+            "layer_s",
+        )
+    },
+    "Fabric": {
+        "topology": "dragonfly",
+        "group_nodes": 128,
+        "taper": Quantity(value=0.5, source="recalled", reference="a user guide"),
+    },
+    "Architecture": {
+        "name": "llama-7b",
+        "layers": 32,
+        "hidden": 4096,
+        "heads": 32,
+        "kv_heads": 8,
+        "ffn": 11008,
+        "vocab": 32000,
+        "sequence": 4096,
+        "gated": True,
+        "tied": False,
+        "rotary": True,
+        "biases": False,
+    },
     "Injection": {"rank": 1, "late_ms": 20.0, "cause": "compute"},
     "PackOptions": {},
     "LoaderOptions": {},

@@ -1,4 +1,6 @@
-/* Hooks that would change something in a mount: EROFS, as of a file system that is mounted read-only. */
+/* Hooks that would change something in a mount: EROFS, as of a file system that is mounted read-only. What they
+   change in an output, they change in the kernel's tree, but for links and special files: EPERM, as on
+   file systems without them. */
 #include "shim.h"
 
 #include <stdio.h>
@@ -38,33 +40,106 @@ static int refuse_new(const Place* place) {
     return REAL(function) arguments;                           \
   }
 
-REFUSE_HERE(refuse_new, mkdir, (const char* path, mode_t mode), (path, mode))
-REFUSE_AT(refuse_new, mkdirat, (int folder, const char* path, mode_t mode), (folder, path, mode))
-REFUSE_HERE(refuse_new, mkfifo, (const char* path, mode_t mode), (path, mode))
-REFUSE_AT(refuse_new, mkfifoat, (int folder, const char* path, mode_t mode), (folder, path, mode))
-REFUSE_HERE(refuse_new, mknod, (const char* path, mode_t mode, dev_t device), (path, mode, device))
-REFUSE_AT(refuse_new, mknodat, (int folder, const char* path, mode_t mode, dev_t device),
+/* Of what an output cannot have. */
+#define DENY_HERE(function, parameters, arguments)             \
+  HOOK int function parameters {                               \
+    Place place;                                               \
+    if (in_mount_here(&path, &place)) return refuse_new(&place); \
+    if (place.output != NULL) return fail(EPERM);              \
+    return REAL(function) arguments;                           \
+  }
+#define DENY_AT(function, parameters, arguments)               \
+  HOOK int function parameters {                               \
+    Place place;                                               \
+    if (in_mount(&folder, &path, &place)) return refuse_new(&place); \
+    if (place.output != NULL) return fail(EPERM);              \
+    return REAL(function) arguments;                           \
+  }
+
+HOOK int mkdirat(int folder, const char* path, mode_t mode) {
+  Place place;
+  if (in_mount(&folder, &path, &place)) return refuse_new(&place);
+  return place.output != NULL ? make_output_folder(path, mode) : REAL(mkdirat)(folder, path, mode);
+}
+
+HOOK int mkdir(const char* path, mode_t mode) {
+  Place place;
+  if (in_mount_here(&path, &place)) return refuse_new(&place);
+  return place.output != NULL ? make_output_folder(path, mode) : REAL(mkdir)(path, mode);
+}
+
+DENY_HERE(mkfifo, (const char* path, mode_t mode), (path, mode))
+DENY_AT(mkfifoat, (int folder, const char* path, mode_t mode), (folder, path, mode))
+DENY_HERE(mknod, (const char* path, mode_t mode, dev_t device), (path, mode, device))
+DENY_AT(mknodat, (int folder, const char* path, mode_t mode, dev_t device),
           (folder, path, mode, device))
-REFUSE_HERE(refuse_new, symlink, (const char* target, const char* path), (target, path))
-REFUSE_AT(refuse_new, symlinkat, (const char* target, int folder, const char* path),
+DENY_HERE(symlink, (const char* target, const char* path), (target, path))
+DENY_AT(symlinkat, (const char* target, int folder, const char* path),
           (target, folder, path))
-REFUSE_HERE(refuse_change, rmdir, (const char* path), (path))
-REFUSE_HERE(refuse_change, unlink, (const char* path), (path))
-REFUSE_HERE(refuse_change, remove, (const char* path), (path))
-REFUSE_AT(refuse_change, unlinkat, (int folder, const char* path, int flags), (folder, path, flags))
-REFUSE_HERE(refuse_change, truncate, (const char* path, off_t length), (path, length))
-REFUSE_HERE(refuse_change, chmod, (const char* path, mode_t mode), (path, mode))
-REFUSE_HERE(refuse_change, lchmod, (const char* path, mode_t mode), (path, mode))
-REFUSE_AT(refuse_change, fchmodat, (int folder, const char* path, mode_t mode, int flags),
+
+HOOK int unlinkat(int folder, const char* path, int flags) {
+  Place place;
+  if (in_mount(&folder, &path, &place)) return refuse_change(&place);
+  if (place.output == NULL) return REAL(unlinkat)(folder, path, flags);
+  return (flags & AT_REMOVEDIR) != 0 ? remove_output_folder(path) : unlink_output(path);
+}
+
+HOOK int unlink(const char* path) {
+  Place place;
+  if (in_mount_here(&path, &place)) return refuse_change(&place);
+  return place.output != NULL ? unlink_output(path) : REAL(unlink)(path);
+}
+
+HOOK int rmdir(const char* path) {
+  Place place;
+  if (in_mount_here(&path, &place)) return refuse_change(&place);
+  return place.output != NULL ? remove_output_folder(path) : REAL(rmdir)(path);
+}
+
+HOOK int remove(const char* path) {
+  Place place;
+  if (in_mount_here(&path, &place)) return refuse_change(&place);
+  if (place.output == NULL) return REAL(remove)(path);
+  struct stat status;
+  return stat(path, &status) == 0 && S_ISDIR(status.st_mode) ? remove_output_folder(path)
+                                                             : unlink_output(path);
+}
+
+HOOK int truncate(const char* path, off_t length) {
+  Place place;
+  if (in_mount_here(&path, &place)) return refuse_change(&place);
+  return place.output != NULL ? truncate_output(&place, path, length) : REAL(truncate)(path, length);
+}
+
+/* Of a file that is published, or still written. */
+#define CHANGE_HERE(function, parameters, arguments)                          \
+  HOOK int function parameters {                                              \
+    Place place;                                                              \
+    char hidden[PATH_MAX];                                                    \
+    if (in_mount_here(&path, &place)) return refuse_change(&place);           \
+    if (place.output != NULL) path = written_path(path, hidden);              \
+    return REAL(function) arguments;                                          \
+  }
+#define CHANGE_AT(function, parameters, arguments)                            \
+  HOOK int function parameters {                                              \
+    Place place;                                                              \
+    char hidden[PATH_MAX];                                                    \
+    if (in_mount(&folder, &path, &place)) return refuse_change(&place);       \
+    if (place.output != NULL) path = written_path(path, hidden);              \
+    return REAL(function) arguments;                                          \
+  }
+CHANGE_HERE(chmod, (const char* path, mode_t mode), (path, mode))
+CHANGE_HERE(lchmod, (const char* path, mode_t mode), (path, mode))
+CHANGE_AT(fchmodat, (int folder, const char* path, mode_t mode, int flags),
           (folder, path, mode, flags))
-REFUSE_HERE(refuse_change, chown, (const char* path, uid_t user, gid_t group), (path, user, group))
-REFUSE_HERE(refuse_change, lchown, (const char* path, uid_t user, gid_t group), (path, user, group))
-REFUSE_AT(refuse_change, fchownat,
+CHANGE_HERE(chown, (const char* path, uid_t user, gid_t group), (path, user, group))
+CHANGE_HERE(lchown, (const char* path, uid_t user, gid_t group), (path, user, group))
+CHANGE_AT(fchownat,
           (int folder, const char* path, uid_t user, gid_t group, int flags),
           (folder, path, user, group, flags))
-REFUSE_HERE(refuse_change, utime, (const char* path, const struct utimbuf* times), (path, times))
-REFUSE_HERE(refuse_change, utimes, (const char* path, const struct timeval times[2]), (path, times))
-REFUSE_HERE(refuse_change, lutimes, (const char* path, const struct timeval times[2]), (path, times))
+CHANGE_HERE(utime, (const char* path, const struct utimbuf* times), (path, times))
+CHANGE_HERE(utimes, (const char* path, const struct timeval times[2]), (path, times))
+CHANGE_HERE(lutimes, (const char* path, const struct timeval times[2]), (path, times))
 REFUSE_HERE(refuse_change, setxattr,
             (const char* path, const char* name, const void* value, size_t size, int flags),
             (path, name, value, size, flags))
@@ -75,22 +150,26 @@ REFUSE_HERE(refuse_change, removexattr, (const char* path, const char* name), (p
 REFUSE_HERE(refuse_change, lremovexattr, (const char* path, const char* name), (path, name))
 
 /* Templates of temporary files. The C library opens these by a call that no hook sees. */
-#define REFUSE_TEMPLATE(function, parameters, arguments)     \
-  HOOK int function parameters {                             \
-    const char* path = template;                             \
-    Place place;                                             \
-    if (in_mount_here(&path, &place)) return fail(EROFS);    \
-    return REAL(function) arguments;                         \
+#define TEMPLATE_HOOK(function, parameters, arguments, suffix, flags)                     \
+  HOOK int function parameters {                                                          \
+    const char* path = template;                                                          \
+    Place place;                                                                          \
+    if (in_mount_here(&path, &place)) return fail(EROFS);                                 \
+    if (place.output != NULL) return open_output_template(template, suffix, flags);       \
+    return REAL(function) arguments;                                                      \
   }
-REFUSE_TEMPLATE(mkstemp, (char* template), (template))
-REFUSE_TEMPLATE(mkstemps, (char* template, int suffix), (template, suffix))
-REFUSE_TEMPLATE(mkostemp, (char* template, int flags), (template, flags))
-REFUSE_TEMPLATE(mkostemps, (char* template, int suffix, int flags), (template, suffix, flags))
+TEMPLATE_HOOK(mkstemp, (char* template), (template), 0, 0)
+TEMPLATE_HOOK(mkstemps, (char* template, int suffix), (template, suffix), suffix, 0)
+TEMPLATE_HOOK(mkostemp, (char* template, int flags), (template, flags), 0, flags)
+TEMPLATE_HOOK(mkostemps, (char* template, int suffix, int flags), (template, suffix, flags), suffix, flags)
 
 HOOK char* mkdtemp(char* template) {
   const char* path = template;
   Place place;
-  if (!in_mount_here(&path, &place)) return REAL(mkdtemp)(template);
+  if (!in_mount_here(&path, &place)) {
+    if (place.output == NULL) return REAL(mkdtemp)(template);
+    return make_output_template(template) == 0 ? template : NULL;
+  }
   errno = EROFS;
   return NULL;
 }
@@ -117,14 +196,18 @@ REFUSE_DESCRIPTOR(ftruncate, (int descriptor, off_t length), (descriptor, length
 HOOK int utimensat(int folder, const char* path, const struct timespec times[2], int flags) {
   if (path == NULL) return futimens(folder, times);
   Place place;
+  char hidden[PATH_MAX];
   if (in_mount(&folder, &path, &place)) return refuse_change(&place);
+  if (place.output != NULL) path = written_path(path, hidden);
   return REAL(utimensat)(folder, path, times, flags);
 }
 
 HOOK int futimesat(int folder, const char* path, const struct timeval times[2]) {
   if (path == NULL) return futimes(folder, times);
   Place place;
+  char hidden[PATH_MAX];
   if (in_mount(&folder, &path, &place)) return refuse_change(&place);
+  if (place.output != NULL) path = written_path(path, hidden);
   return REAL(futimesat)(folder, path, times);
 }
 
@@ -136,6 +219,11 @@ static int refuse_two(bool from_is_in, const Place* from, bool to_is_in, const P
   return fail(from_is_in && to_is_in && from->mount == to->mount ? EROFS : EXDEV);
 }
 
+static int rename_two(const Place* from_place, const char* from, const Place* to_place, const char* to,
+                      unsigned flags) {
+  return from_place->output == to_place->output ? rename_output(from, to, flags) : fail(EXDEV);
+}
+
 HOOK int renameat2(int from_folder, const char* from, int to_folder, const char* to,
                    unsigned flags) {
   Place from_place;
@@ -143,6 +231,7 @@ HOOK int renameat2(int from_folder, const char* from, int to_folder, const char*
   const bool from_is_in = in_mount(&from_folder, &from, &from_place);
   const bool to_is_in = in_mount(&to_folder, &to, &to_place);
   if (from_is_in || to_is_in) return refuse_two(from_is_in, &from_place, to_is_in, &to_place);
+  if (from_place.output != NULL || to_place.output != NULL) return rename_two(&from_place, from, &to_place, to, flags);
   return REAL(renameat2)(from_folder, from, to_folder, to, flags);
 }
 
@@ -152,6 +241,7 @@ HOOK int renameat(int from_folder, const char* from, int to_folder, const char* 
   const bool from_is_in = in_mount(&from_folder, &from, &from_place);
   const bool to_is_in = in_mount(&to_folder, &to, &to_place);
   if (from_is_in || to_is_in) return refuse_two(from_is_in, &from_place, to_is_in, &to_place);
+  if (from_place.output != NULL || to_place.output != NULL) return rename_two(&from_place, from, &to_place, to, 0);
   return REAL(renameat)(from_folder, from, to_folder, to);
 }
 
@@ -163,6 +253,7 @@ HOOK int linkat(int from_folder, const char* from, int to_folder, const char* to
   const bool from_is_in = in_mount(&from_folder, &from, &from_place);
   const bool to_is_in = in_mount(&to_folder, &to, &to_place);
   if (from_is_in || to_is_in) return refuse_two(from_is_in, &from_place, to_is_in, &to_place);
+  if (from_place.output != NULL || to_place.output != NULL) return fail(from_place.output == to_place.output ? EPERM : EXDEV);
   return REAL(linkat)(from_folder, from, to_folder, to, flags);
 }
 

@@ -29,9 +29,14 @@ static int duplicate_folder(const OpenFile* file, int flags) {
 
 static bool is_folder(const OpenFile* file) { return file->entry.kind == PACK_FOLDER; }
 
+static int copied(int descriptor, int result) {
+  if (result >= 0) output_copied(descriptor, result);
+  return result;
+}
+
 HOOK int dup(int descriptor) {
   OpenFile* file = acquire(descriptor);
-  if (file == NULL) return REAL(dup)(descriptor);
+  if (file == NULL) return copied(descriptor, REAL(dup)(descriptor));
   int result;
   if (is_folder(file)) {
     result = duplicate_folder(file, O_RDONLY);
@@ -50,7 +55,10 @@ HOOK int dup3(int descriptor, int wanted, int flags) {
     if (file != NULL) release(file);
     return fail(problem);
   }
-  if (file == NULL) return REAL(dup3)(descriptor, wanted, flags);
+  if (file == NULL) {
+    if (is_output(wanted) && wanted != descriptor) output_closing(wanted);
+    return copied(descriptor, REAL(dup3)(descriptor, wanted, flags));
+  }
   /* A folder cannot have a number of the kernel's. */
   const int kernel = is_folder(file) ? fail(EBADF) : promote(file);
   const int result = kernel < 0 ? -1 : REAL(dup3)(kernel, wanted, flags);
@@ -64,8 +72,9 @@ HOOK int dup2(int descriptor, int wanted) {
     release(file);
     return wanted;
   }
-  return descriptor < first_descriptor && !is_hidden(wanted) ? REAL(dup2)(descriptor, wanted)
-                                                             : dup3(descriptor, wanted, 0);
+  if (descriptor >= first_descriptor || is_hidden(wanted)) return dup3(descriptor, wanted, 0);
+  if (is_output(wanted) && wanted != descriptor) output_closing(wanted);
+  return copied(descriptor, REAL(dup2)(descriptor, wanted));
 }
 
 /* Nobody writes to the file: every lock for reading is granted. */
@@ -118,7 +127,10 @@ HOOK int fcntl(int descriptor, int command, ...) {
   void* argument = va_arg(arguments, void*);
   va_end(arguments);
   OpenFile* file = acquire(descriptor);
-  if (file == NULL) return REAL(fcntl)(descriptor, command, argument);
+  if (file == NULL) {
+    const int number = REAL(fcntl)(descriptor, command, argument);
+    return command == F_DUPFD || command == F_DUPFD_CLOEXEC ? copied(descriptor, number) : number;
+  }
   const int result = control_file(file, command, argument);
   release(file);
   return result;
@@ -186,7 +198,8 @@ HOOK int tcgetattr(int descriptor, struct termios* to) {
 
 HOOK int flock(int descriptor, int operation) {
   OpenFile* file = acquire(descriptor);
-  if (file == NULL) return REAL(flock)(descriptor, operation);
+  /* A file that is written has one writer: the lock that says so stays. */
+  if (file == NULL) return is_output_writer(descriptor) ? 0 : REAL(flock)(descriptor, operation);
   release(file);
   return 0;
 }

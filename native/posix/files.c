@@ -47,7 +47,7 @@ HOOK int open(const char* path, int flags, ...) {
   va_end(arguments);
   Place place;
   if (in_mount_here(&path, &place)) return open_entry(&place, flags);
-  return REAL(open)(path, flags, mode);
+  return place.output != NULL ? open_output(&place, path, flags, mode) : REAL(open)(path, flags, mode);
 }
 
 HOOK int openat(int folder, const char* path, int flags, ...) {
@@ -57,7 +57,8 @@ HOOK int openat(int folder, const char* path, int flags, ...) {
   va_end(arguments);
   Place place;
   if (in_mount(&folder, &path, &place)) return open_entry(&place, flags);
-  return REAL(openat)(folder, path, flags, mode);
+  return place.output != NULL ? open_output(&place, path, flags, mode)
+                              : REAL(openat)(folder, path, flags, mode);
 }
 
 HOOK int creat(const char* path, mode_t mode) {
@@ -71,6 +72,7 @@ HOOK int __openat_2(int folder, const char* path, int flags) { return openat(fol
 HOOK int close(int descriptor) {
   OpenFile* file = acquire(descriptor);
   if (file != NULL) return close_descriptor(file);
+  if (is_output(descriptor)) return close_output(descriptor);
   return is_hidden(descriptor) ? fail(EBADF) : REAL(close)(descriptor);
 }
 
@@ -89,18 +91,25 @@ static void close_ours(unsigned first, unsigned last, bool marks_only) {
   }
 }
 
+static void close_outputs(unsigned first, unsigned last) {
+  for (unsigned number = first; number <= last && number < most_output_descriptors; ++number) {
+    if (is_output((int)number)) output_closing((int)number);
+  }
+}
+
 /* All but the hidden ones, which close on exec anyway. By the system call: the C library has the function
    since 2.34. */
 HOOK int close_range(unsigned first, unsigned last, int flags) {
   const unsigned end = last < first_descriptor ? last + 1 : first_descriptor;
   if (mount_count() == 0 || first > last) return (int)syscall(SYS_close_range, first, last, flags);
+  if (((unsigned)flags & CLOSE_RANGE_CLOEXEC) == 0) close_outputs(first, last);
   for (unsigned begin = first; begin < end;) {
     const int skipped = next_hidden((int)begin);
     const unsigned stop = skipped < 0 || (unsigned)skipped > end ? end : (unsigned)skipped;
     if (begin < stop && syscall(SYS_close_range, begin, stop - 1, flags) != 0) return -1;
     begin = stop + 1;
   }
-  close_ours(first, last, (flags & CLOSE_RANGE_CLOEXEC) != 0);
+  close_ours(first, last, ((unsigned)flags & CLOSE_RANGE_CLOEXEC) != 0);
   return 0;
 }
 

@@ -46,9 +46,30 @@ static PackFolder* list(Mount* mount, PackEntry entry, int descriptor) {
   return NULL;
 }
 
+static DIR* open_output_list(const char* path) {
+  DIR* directory = REAL(opendir)(path);
+  if (directory != NULL) note_output_folder(REAL(dirfd)(directory));
+  return directory;
+}
+
+/* Whether an entry of a folder of the kernel's is none for the program. What the kernel has as a link in
+   an output is a file. */
+static bool is_hidden_entry(int folder, struct dirent* entry) {
+  const bool may_be = entry->d_name[0] == '.' || entry->d_type == DT_LNK;
+  if (!may_be || !is_output_folder(folder)) return false;
+  if (entry->d_type == DT_LNK) entry->d_type = DT_REG;
+  return is_hidden_name(entry->d_name);
+}
+
+static struct dirent* next_kernel_entry(DIR* directory) {
+  struct dirent* entry = REAL(readdir)(directory);
+  while (entry != NULL && is_hidden_entry(REAL(dirfd)(directory), entry)) entry = REAL(readdir)(directory);
+  return entry;
+}
+
 HOOK DIR* opendir(const char* path) {
   Place place;
-  if (!in_mount_here(&path, &place)) return REAL(opendir)(path);
+  if (!in_mount_here(&path, &place)) return place.output != NULL ? open_output_list(path) : REAL(opendir)(path);
   PackEntry entry;
   int problem = find_entry(&place, &entry, NULL);
   if (problem == 0 && entry.kind != PACK_FOLDER) problem = ENOTDIR;
@@ -111,14 +132,18 @@ static struct dirent* next_entry(PackFolder* folder) {
 
 HOOK struct dirent* readdir(DIR* directory) {
   PackFolder* folder = folder_of(directory);
-  return folder == NULL ? REAL(readdir)(directory) : next_entry(folder);
+  return folder == NULL ? next_kernel_entry(directory) : next_entry(folder);
 }
 
 HOOK int readdir_r(DIR* directory, struct dirent* entry, struct dirent** result) {
   if (folder_of(directory) == NULL) {
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
-    return REAL(readdir_r)(directory, entry, result);
+    int problem;
+    do {
+      problem = REAL(readdir_r)(directory, entry, result);
+    } while (problem == 0 && *result != NULL && is_hidden_entry(REAL(dirfd)(directory), entry));
+    return problem;
 #pragma GCC diagnostic pop
   }
   errno = 0;
@@ -173,13 +198,33 @@ static int end_list(PackFolder* folder) {
 
 HOOK int closedir(DIR* directory) {
   PackFolder* folder = folder_of(directory);
-  return folder == NULL ? REAL(closedir)(directory) : end_list(folder);
+  if (folder != NULL) return end_list(folder);
+  if (directory != NULL && is_output(REAL(dirfd)(directory))) output_closing(REAL(dirfd)(directory));
+  return REAL(closedir)(directory);
+}
+
+static ssize_t kernel_entries(int descriptor, void* buffer, size_t room) {
+  for (;;) {
+    const ssize_t length = REAL(getdents64)(descriptor, buffer, room);
+    if (length <= 0 || !is_output_folder(descriptor)) return length;
+    size_t kept = 0;
+    for (size_t at = 0; at < (size_t)length;) {
+      struct dirent* entry = (struct dirent*)((char*)buffer + at);
+      const size_t size = entry->d_reclen;
+      if (!is_hidden_entry(descriptor, entry)) {
+        memmove((char*)buffer + kept, entry, size);
+        kept += size;
+      }
+      at += size;
+    }
+    if (kept > 0) return (ssize_t)kept;
+  }
 }
 
 /* The kernel's own records; as many as fit. The position of the descriptor counts entries. */
 HOOK ssize_t getdents64(int descriptor, void* buffer, size_t room) {
   OpenFile* file = acquire(descriptor);
-  if (file == NULL) return REAL(getdents64)(descriptor, buffer, room);
+  if (file == NULL) return kernel_entries(descriptor, buffer, room);
   const bool is_folder = file->entry.kind == PACK_FOLDER;
   PackFolder* folder = is_folder ? list(file->mount, file->entry, -1) : NULL;
   if (folder == NULL) {
@@ -214,27 +259,37 @@ HOOK int scandirat(int descriptor, const char* path, struct dirent*** names,
                    int (*is_wanted)(const struct dirent*),
                    int (*compare)(const struct dirent**, const struct dirent**)) {
   Place place;
-  if (!in_mount(&descriptor, &path, &place)) {
+  DIR* open = NULL;
+  if (in_mount(&descriptor, &path, &place)) {
+    PackEntry folder;
+    const int problem = find_entry(&place, &folder, NULL);
+    if (problem != 0 || folder.kind != PACK_FOLDER) return fail(problem != 0 ? problem : ENOTDIR);
+    open = (DIR*)list(place.mount, folder, -1);
+  } else if (place.output != NULL) {
+    open = open_output_list(path);
+  } else {
     return REAL(scandirat)(descriptor, path, names, is_wanted, compare);
   }
-  PackEntry folder;
-  int problem = find_entry(&place, &folder, NULL);
-  if (problem == 0 && folder.kind != PACK_FOLDER) problem = ENOTDIR;
-  if (problem != 0) return fail(problem);
-  PackFolder* open = list(place.mount, folder, -1);
   if (open == NULL) return -1;
-  struct dirent** found = malloc((open->count + 2) * sizeof *found);
+  struct dirent** found = NULL;
   size_t count = 0;
-  bool has_memory = found != NULL;
+  size_t capacity = 0;
+  bool has_memory = true;
   const int before = errno;
-  for (struct dirent* entry; has_memory && (errno = 0, entry = next_entry(open)) != NULL;) {
+  for (struct dirent* entry; has_memory && (errno = 0, entry = readdir(open)) != NULL;) {
     if (is_wanted != NULL && !is_wanted(entry)) continue;
-    struct dirent* own = malloc(entry->d_reclen);
+    if (count == capacity) {
+      capacity = capacity == 0 ? 64 : 2 * capacity;
+      struct dirent** larger = realloc(found, capacity * sizeof *found);
+      has_memory = larger != NULL;
+      if (has_memory) found = larger;
+    }
+    struct dirent* own = has_memory ? malloc(entry->d_reclen) : NULL;
     has_memory = own != NULL;
     if (has_memory) found[count++] = memcpy(own, entry, entry->d_reclen);
   }
-  problem = has_memory ? errno : ENOMEM; /* of the entry that could not be read */
-  end_list(open);
+  const int problem = has_memory ? errno : ENOMEM; /* of the entry that could not be read */
+  closedir(open);
   if (problem != 0) {
     while (count > 0) free(found[--count]);
     free(found);

@@ -1,4 +1,4 @@
-/* Which paths lie in a mount. The launcher names the mounts:
+/* Which paths lie in a mount, or in an output (outputs.c). The launcher names the mounts:
 
        _PACELINE_MOUNTS        lines of PLACE TAB POINT, POINT absolute and normal; of a pack that
                                nodes serve, followed by TAB REQUESTS TAB SOURCE
@@ -85,6 +85,23 @@ static void add_mount(char* line) {
   mount->number = count;
   pthread_mutex_init(&mount->opening, NULL);
   ++count;
+}
+
+/* A folder that programs write to: FOLDER TAB POINT, and TAB "shared" if those of other nodes do. */
+static void add_output(char* line) {
+  char* point = cut(line);
+  Mount* mount = &mounts[count];
+  if (point == NULL || point[0] != '/' || point[1] == '\0' || count == max_mounts ||
+      asprintf(&mount->tree, "%s/tree", line) < 0) {
+    dprintf(STDERR_FILENO, "paceline: _PACELINE_OUTPUTS has an impossible line: %s\n", line);
+    return;
+  }
+  mount->is_shared = cut(point) != NULL;
+  mount->tree_length = strlen(mount->tree);
+  mount->point = point;
+  mount->length = strlen(point);
+  mount->last = strrchr(point, '/') + 1;
+  mount->number = count++;
 }
 
 /* `path` NULL: it is not known. */
@@ -175,8 +192,8 @@ static void inherit_folder(void) {
 
 /* The launcher's variables as this program got them, for a next one with an environment of its own. */
 static bool keep_variables(void) {
-  static const char* const names[most_kept] = {"_PACELINE_MOUNTS", "LD_PRELOAD", "_PACELINE_MOUNT_ONLY",
-                                               "_PACELINE_MOUNT_NOT"};
+  static const char* const names[most_kept] = {"_PACELINE_MOUNTS", "_PACELINE_OUTPUTS", "LD_PRELOAD",
+                                               "_PACELINE_MOUNT_ONLY", "_PACELINE_MOUNT_NOT"};
   size_t kept = 0;
   for (size_t i = 0; i < most_kept; ++i) {
     const char* value = getenv(names[i]);
@@ -186,16 +203,23 @@ static bool keep_variables(void) {
   return true;
 }
 
-__attribute__((constructor)) static void read_mounts(void) {
-  const char* lines = getenv("_PACELINE_MOUNTS");
-  if (lines == NULL || !is_wanted()) return;
-  char* own = strdup(lines); /* a program may overwrite its environment; the mounts point into it */
+static void add_lines(const char* lines, void (*add)(char* line)) {
+  /* A program may overwrite its environment; the mounts point into it. */
+  char* own = lines == NULL ? NULL : strdup(lines);
   for (char* line = own; line != NULL && *line != '\0';) {
     char* end = strchr(line, '\n');
     if (end != NULL) *end = '\0';
-    add_mount(line);
+    add(line);
     line = end == NULL ? NULL : end + 1;
   }
+}
+
+__attribute__((constructor)) static void read_mounts(void) {
+  const char* packs = getenv("_PACELINE_MOUNTS");
+  const char* outputs = getenv("_PACELINE_OUTPUTS");
+  if ((packs == NULL && outputs == NULL) || !is_wanted()) return;
+  add_lines(packs, add_mount);
+  add_lines(outputs, add_output);
   if (!keep_variables()) {
     dprintf(STDERR_FILENO, "paceline: no memory for mounts\n");
     count = 0;
@@ -204,6 +228,7 @@ __attribute__((constructor)) static void read_mounts(void) {
   memset(too_long, 'x', sizeof too_long - 1);
   inherit_folder();
   inherit_descriptors();
+  start_outputs();
 }
 
 uintptr_t next_function(const char* name) {
@@ -313,6 +338,9 @@ static bool match(const char* path, Place* place) {
     if (is_below(path, mount->point, mount->length)) {
       return enter(mount, path + mount->length, place);
     }
+    if (mount->tree != NULL && is_below(path, mount->tree, mount->tree_length)) {
+      return enter(mount, path + mount->tree_length, place);
+    }
   }
   return false;
 }
@@ -367,7 +395,7 @@ static bool match_below(int* descriptor, const char** path, Place* place) {
     *descriptor = AT_FDCWD;
     return match_inside(folder, strlen(folder), path, place);
   }
-  bool may_enter = false;
+  bool may_enter = is_output_folder(*descriptor);
   for (unsigned i = 0; i < count; ++i) may_enter |= strstr(*path, mounts[i].last) != NULL;
   if (!may_enter) return false;
   char link[40];
@@ -377,15 +405,50 @@ static bool match_below(int* descriptor, const char** path, Place* place) {
   return match_joined(folder, (size_t)length, *path, place);
 }
 
+/* Whether a component of a normal path is no file's of the program's. */
+static bool is_hidden_path(const char* path) {
+  for (const char* at = path; at != NULL; at = strchr(at, '/')) {
+    while (*at == '/') ++at;
+    if (*at == '.' && is_hidden_name(at)) return true;
+  }
+  return false;
+}
+
+/* Has a path in an output be the kernel's. */
+static void lead_to_output(int* descriptor, const char** path, Place* place) {
+  Mount* mount = place->mount;
+  const size_t length = strlen(place->inner);
+  place->output = mount;
+  *descriptor = AT_FDCWD;
+  *path = place->absolute;
+  if (mount->tree_length + length + 2 > PATH_MAX) {
+    *path = too_long;
+    return;
+  }
+  if (is_hidden_path(place->inner)) { /* in a folder that is not there */
+    snprintf(place->absolute, PATH_MAX, "%s/.paceline-none/none", mount->tree);
+    return;
+  }
+  char* inner = place->absolute + mount->tree_length + 1;
+  memmove(inner, place->inner, length + 1);
+  memcpy(place->absolute, mount->tree, mount->tree_length);
+  inner[-1] = length == 0 ? '\0' : '/';
+  place->inner = inner;
+}
+
 bool in_mount(int* descriptor, const char** path, Place* place) {
+  place->output = NULL;
   if (count == 0 || *path == NULL) return false;
-  if ((*path)[0] == '/') return match_absolute(*path, place);
   if ((*path)[0] == '\0') return false;
   const int before = errno;
-  const bool is_inside =
-      *descriptor == AT_FDCWD ? match_here(path, place) : match_below(descriptor, path, place);
+  const bool is_inside = (*path)[0] == '/' ? match_absolute(*path, place)
+                         : *descriptor == AT_FDCWD
+                             ? match_here(path, place)
+                             : match_below(descriptor, path, place);
   errno = before;
-  return is_inside;
+  if (!is_inside || place->mount->tree == NULL) return is_inside;
+  lead_to_output(descriptor, path, place);
+  return false;
 }
 
 int find_entry(const Place* place, PackEntry* entry, PackStatus* status) {

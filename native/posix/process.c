@@ -28,9 +28,22 @@ static int enter_place(const Place* place) {
   return problem == 0 ? 0 : fail(problem);
 }
 
+static int enter_output(const char* kernel_path) {
+  struct stat found;
+  char path[PATH_MAX];
+  if (stat(kernel_path, &found) != 0) return -1;
+  if (!S_ISDIR(found.st_mode)) return fail(ENOTDIR);
+  if (REAL(euidaccess)(kernel_path, X_OK) != 0) return -1;
+  int problem = output_visible_path(kernel_path, path);
+  for (size_t end = strlen(path); end > 1 && path[end - 1] == '/'; --end) path[end - 1] = '\0';
+  if (problem == 0) problem = enter_folder(path);
+  return problem == 0 ? 0 : fail(problem);
+}
+
 HOOK int chdir(const char* path) {
   Place place;
   if (in_mount_here(&path, &place)) return enter_place(&place);
+  if (place.output != NULL) return enter_output(path);
   const int result = REAL(chdir)(path);
   if (result == 0 && mount_count() > 0) folder_changed();
   return result;
@@ -38,6 +51,10 @@ HOOK int chdir(const char* path) {
 
 HOOK int fchdir(int descriptor) {
   OpenFile* file = acquire(descriptor);
+  if (file == NULL && is_output_folder(descriptor)) {
+    char output[PATH_MAX];
+    if (output_folder_path(descriptor, output) == 0) return chdir(output);
+  }
   if (file == NULL) {
     const int result = REAL(fchdir)(descriptor);
     if (result == 0 && mount_count() > 0) folder_changed();
@@ -89,9 +106,21 @@ static char* real_place(const Place* place, char* out) {
   return NULL;
 }
 
+static char* real_output(const char* kernel_path, char* out) {
+  char real[PATH_MAX];
+  char path[PATH_MAX];
+  if (REAL(realpath)(kernel_path, real) == NULL) return NULL;
+  const int problem = output_visible_path(real, path);
+  if (problem == 0) return out == NULL ? strdup(path) : strcpy(out, path);
+  if (problem == ENOENT) return output_visible_path(kernel_path, path) != 0 ? NULL : out == NULL ? strdup(path) : strcpy(out, path);
+  errno = problem;
+  return NULL;
+}
+
 HOOK char* realpath(const char* path, char* out) {
   Place place;
-  return in_mount_here(&path, &place) ? real_place(&place, out) : REAL(realpath)(path, out);
+  if (in_mount_here(&path, &place)) return real_place(&place, out);
+  return place.output != NULL ? real_output(path, out) : REAL(realpath)(path, out);
 }
 
 HOOK char* canonicalize_file_name(const char* path) { return realpath(path, NULL); }
@@ -336,6 +365,7 @@ HOOK int execle(const char* path, const char* first, ...) {
     Inherited inherited;                                                                           \
     char* next[count_of(variables) + most_added + 1];                                              \
     compose(variables, next, &inherited);                                                          \
+    output_spawns();                                                                               \
     const int problem = REAL(function)(child, path, actions, attributes, arguments, next);         \
     close_again(copy);                                                                             \
     return problem;                                                                                \
@@ -358,7 +388,11 @@ HOOK int posix_spawn_file_actions_addopen(posix_spawn_file_actions_t* actions, i
                                           const char* path, int flags, mode_t mode) {
   Place place;
   if (!in_mount_here(&path, &place)) {
-    return REAL(posix_spawn_file_actions_addopen)(actions, wanted, path, flags, mode);
+    if (place.output == NULL) {
+      return REAL(posix_spawn_file_actions_addopen)(actions, wanted, path, flags, mode);
+    }
+    const int output = open_output(&place, path, flags | O_CLOEXEC, mode);
+    return output < 0 ? errno : posix_spawn_file_actions_adddup2(actions, output, wanted);
   }
   const int number = open_entry(&place, flags | O_CLOEXEC);
   return number < 0 ? errno : posix_spawn_file_actions_adddup2(actions, number, wanted);

@@ -48,10 +48,17 @@ static inline int fail(int problem) {
 
 /* --- mounts.c: which paths lie in a mount ------------------------------------------------------------ */
 
+typedef struct DrainRoom DrainRoom; /* outputs.c */
+
+/* A pack, or a folder that programs write to. */
 typedef struct {
   char* point; /* absolute, without a slash at the end */
   size_t length;
   const char* last; /* component of `point` */
+  char* tree;       /* of an output: where the kernel has its files; else NULL */
+  size_t tree_length;
+  DrainRoom* room; /* of an output; NULL: any number of bytes may wait to be drained */
+  bool is_shared;  /* of an output: other nodes write to it, too; then changes of names are asked for */
   char* place;      /* of the pack */
   char* requests;   /* of a pack that nodes serve: see pack_files_open; else NULL */
   char* source;
@@ -67,12 +74,14 @@ typedef struct {
   const char* inner; /* below the mount's point, normal: no "//", ".", "..", or slash at the end */
   size_t length;
   bool is_folder_meant; /* it ended in a slash */
+  Mount* output;        /* the path lies in this output, and became the kernel's; NULL: it does not */
   char absolute[PATH_MAX];
 } Place;
 
 /* Whether a path, relative to the folder `*descriptor` or AT_FDCWD, lies in a mount. If not, `*path` and
    `*descriptor` may have been set to others that mean the same to the kernel: it does not know
-   a working folder in a mount, and ".." may lead out of one. */
+   a working folder in a mount, and ".." may lead out of one. Of a path in an output they become the kernel's,
+   in `place`. */
 bool in_mount(int* descriptor, const char** path, Place* place);
 /* The same, for functions that have no descriptor. */
 static inline bool in_mount_here(const char** path, Place* place) {
@@ -155,6 +164,40 @@ typedef struct {
 void protect(Protection* before);
 void unprotect(const Protection* before);
 
+/* --- outputs.c: folders that programs write to --------------------------------------------------------- */
+
+enum { most_output_descriptors = 1 << 16 };
+
+/* `path` is the kernel's, from in_mount, where `place->output` was set. */
+int open_output(const Place* place, const char* path, int flags, mode_t mode);
+int rename_output(const char* from, const char* to, unsigned flags);
+int unlink_output(const char* path);
+int make_output_folder(const char* path, mode_t mode);
+int remove_output_folder(const char* path);
+/* The path of a file that is still written, of PATH_MAX bytes at `hidden`, or `path` if it is there: programs set
+   modes and times by name before they close. */
+const char* written_path(const char* path, char* hidden);
+int truncate_output(const Place* place, const char* path, off_t length);
+/* As mkostemps and mkdtemp; `template` is the program's. */
+int open_output_template(char* template, int suffix, int flags);
+int make_output_template(char* template);
+/* Descriptors of the kernel's that lie in an output: of a file that is written, or of a folder. */
+bool is_output(int descriptor);
+bool is_output_folder(int descriptor);
+bool is_output_writer(int descriptor);
+void note_output_folder(int descriptor);
+void output_copied(int from, int to); /* both mean one open file now */
+/* Before a descriptor is closed: publishes its file if this was the last one; 0 or an errno. */
+int output_closing(int descriptor);
+int close_output(int descriptor);
+void output_spawns(void); /* before another process gets copies of descriptors */
+/* Whether a name of a folder is no file's of the program's. */
+bool is_hidden_name(const char* name);
+/* The path in which programs know what the kernel has; 0 or an errno. Both of PATH_MAX bytes. */
+int output_visible_path(const char* kernel_path, char* out);
+int output_folder_path(int descriptor, char* out);
+void start_outputs(void);
+
 /* --- across files ------------------------------------------------------------------------------------ */
 
 int open_entry(const Place* place, int flags);
@@ -163,7 +206,7 @@ void fill_stat(const Mount* mount, const PackStatus* from, struct stat* to);
 /* Opens what the program before exec left open. */
 void inherit_descriptors(void);
 /* The launcher's variables as this program got them, for a next one with an environment of its own. */
-enum { most_kept = 4 };
+enum { most_kept = 5 };
 extern char* kept_variables[most_kept + 1]; /* NULL at the end */
 /* After fork, in the child: locks that threads of the parent held are nobody's. */
 void free_mount_locks(void);

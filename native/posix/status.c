@@ -67,8 +67,8 @@ HOOK int stat(const char* path, struct stat* to) {
 
 HOOK int lstat(const char* path, struct stat* to) {
   Place place;
-  return in_mount_here(&path, &place) ? stat_place(&place, to)
-                                      : kernel_stat(AT_FDCWD, path, to, AT_SYMLINK_NOFOLLOW);
+  if (in_mount_here(&path, &place)) return stat_place(&place, to);
+  return kernel_stat(AT_FDCWD, path, to, place.output != NULL ? 0 : AT_SYMLINK_NOFOLLOW);
 }
 
 HOOK int fstat(int descriptor, struct stat* to) {
@@ -90,6 +90,7 @@ HOOK int fstatat(int folder, const char* path, struct stat* to, int flags) {
   }
   Place place;
   if (in_mount(&folder, &path, &place)) return stat_place(&place, to);
+  if (place.output != NULL) flags &= ~AT_SYMLINK_NOFOLLOW; /* a link of ours, not the program's */
   return kernel_stat(folder, path, to, flags);
 }
 
@@ -124,7 +125,10 @@ HOOK int statx(int folder, const char* path, int flags, unsigned mask, struct st
     if (folder == AT_FDCWD && folder_in_mount(NULL)) path = ".";
   }
   Place place;
-  if (!in_mount(&folder, &path, &place)) return REAL(statx)(folder, path, flags, mask, to);
+  if (!in_mount(&folder, &path, &place)) {
+    if (place.output != NULL) flags &= ~AT_SYMLINK_NOFOLLOW;
+    return REAL(statx)(folder, path, flags, mask, to);
+  }
   if (stat_place(&place, &found) != 0) return -1;
   widen_stat(&found, to);
   return 0;
@@ -182,14 +186,21 @@ static int no_link(const Place* place) {
   return fail(problem == 0 ? EINVAL : problem);
 }
 
+static int no_link_of_output(const char* path) {
+  struct stat found;
+  return kernel_stat(AT_FDCWD, path, &found, 0) == 0 ? fail(EINVAL) : -1;
+}
+
 HOOK ssize_t readlink(const char* path, char* target, size_t room) {
   Place place;
-  return in_mount_here(&path, &place) ? no_link(&place) : REAL(readlink)(path, target, room);
+  if (in_mount_here(&path, &place)) return no_link(&place);
+  return place.output != NULL ? no_link_of_output(path) : REAL(readlink)(path, target, room);
 }
 
 HOOK ssize_t readlinkat(int folder, const char* path, char* target, size_t room) {
   Place place;
   if (in_mount(&folder, &path, &place)) return no_link(&place);
+  if (place.output != NULL) return no_link_of_output(path);
   return REAL(readlinkat)(folder, path, target, room);
 }
 

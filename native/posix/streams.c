@@ -62,15 +62,71 @@ static FILE* stream_of(int kernel, const char* mode) {
   return stream;
 }
 
+static FILE* output_stream(const Place* place, const char* path, const char* mode) {
+  const int flags = flags_of(mode);
+  const int descriptor = flags < 0 ? fail(EINVAL) : open_output(place, path, flags, 0666);
+  if (descriptor < 0) return NULL;
+  FILE* stream = REAL(fdopen)(descriptor, mode);
+  const int problem = errno;
+  if (stream == NULL) close(descriptor);
+  errno = problem;
+  return stream;
+}
+
+/* Publishes what a stream wrote to an output, before it is closed; 0 or an errno. */
+static int closing_stream(FILE* stream) {
+  const int descriptor = fileno(stream);
+  if (!is_output(descriptor)) return 0;
+  const int problem = fflush(stream) == 0 ? 0 : errno;
+  const int published = output_closing(descriptor);
+  return problem != 0 ? problem : published;
+}
+
+HOOK int fclose(FILE* stream) {
+  const int before = errno;
+  const int problem = closing_stream(stream);
+  if (problem == 0) errno = before; /* of a stream without a descriptor */
+  const int result = REAL(fclose)(stream);
+  return problem == 0 ? result : fail(problem);
+}
+
+/* As freopen, with the file of a descriptor that the stream takes over. */
+static FILE* take_over(int descriptor, const char* mode, FILE* stream) {
+  FILE* opened = REAL(freopen)("/dev/null", mode, stream);
+  const int closes_on_exec = strchr(mode, 'e') != NULL ? O_CLOEXEC : 0;
+  const bool is_over = opened != NULL && dup3(descriptor, fileno(opened), closes_on_exec) >= 0;
+  const int problem = errno;
+  close(descriptor);
+  if (!is_over && opened != NULL) fclose(opened);
+  errno = problem;
+  return is_over ? opened : NULL;
+}
+
+static FILE* reopen_in_output(const Place* place, const char* path, const char* mode, FILE* stream) {
+  const int flags = flags_of(mode);
+  const int descriptor = flags < 0 ? fail(EINVAL) : open_output(place, path, flags, 0666);
+  if (descriptor >= 0) return take_over(descriptor, mode, stream);
+  const int problem = errno;
+  fclose(stream);
+  errno = problem;
+  return NULL;
+}
+
 HOOK FILE* fopen(const char* path, const char* mode) {
   Place place;
-  if (!in_mount_here(&path, &place)) return REAL(fopen)(path, mode);
+  if (!in_mount_here(&path, &place)) {
+    return place.output != NULL ? output_stream(&place, path, mode) : REAL(fopen)(path, mode);
+  }
   return stream_of(open_kernel(&place, mode), mode);
 }
 
 HOOK FILE* freopen(const char* path, const char* mode, FILE* stream) {
   Place place;
-  if (path == NULL || !in_mount_here(&path, &place)) return REAL(freopen)(path, mode, stream);
+  if (path != NULL) closing_stream(stream);
+  if (path == NULL || !in_mount_here(&path, &place)) {
+    return path != NULL && place.output != NULL ? reopen_in_output(&place, path, mode, stream)
+                                                : REAL(freopen)(path, mode, stream);
+  }
   const int kernel = open_kernel(&place, mode);
   if (kernel < 0) {
     const int problem = errno;

@@ -59,7 +59,7 @@ static int visit_all(Walk* walk, size_t length, int level) {
 static int walk_place(const Place* place, const char* path, __nftw_func_t function,
                       __ftw_func_t plain_function, int flags) {
   PackEntry entry;
-  const int problem = find_entry(place, &entry, NULL);
+  const int problem = place->output != NULL ? 0 : find_entry(place, &entry, NULL);
   if (problem != 0) return fail(problem);
   if ((flags & FTW_CHDIR) != 0) return fail(ENOTSUP);
   Walk walk = {.visit = function, .plain_visit = plain_function, .flags = flags};
@@ -73,14 +73,18 @@ static int walk_place(const Place* place, const char* path, __nftw_func_t functi
 HOOK int nftw(const char* path, __nftw_func_t function, int most_open, int flags) {
   Place place;
   const char* known = path;
-  if (in_mount_here(&known, &place)) return walk_place(&place, path, function, NULL, flags);
+  if (in_mount_here(&known, &place) || place.output != NULL) {
+    return walk_place(&place, path, function, NULL, flags);
+  }
   return REAL(nftw)(known, function, most_open, flags);
 }
 
 HOOK int ftw(const char* path, __ftw_func_t function, int most_open) {
   Place place;
   const char* known = path;
-  if (in_mount_here(&known, &place)) return walk_place(&place, path, NULL, function, 0);
+  if (in_mount_here(&known, &place) || place.output != NULL) {
+    return walk_place(&place, path, NULL, function, 0);
+  }
   return REAL(ftw)(known, function, most_open);
 }
 

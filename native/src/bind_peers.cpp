@@ -1,4 +1,5 @@
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
@@ -13,6 +14,7 @@
 #include "paceline/extent_plan.hpp"
 #include "paceline/peer_link.hpp"
 #include "paceline/peer_server.hpp"
+#include "paceline/tls.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -35,12 +37,13 @@ std::uint64_t ns_of(double seconds) {
 }
 
 const char* name_of(PeerError::Kind kind) {
-  constexpr const char* names[] = {"", "lost", "deadline", "token", "pack", "protocol", "interrupted"};
+  constexpr const char* names[] = {"", "lost", "deadline", "token", "pack", "protocol", "interrupted", "tls"};
   return names[static_cast<int>(kind)];
 }
 
 void open_server(PeerServer* self, const std::string& host, std::uint16_t port,
-                 const nb::bytes& token, const nb::bytes& pack, unsigned threads, int listener) {
+                 const nb::bytes& token, const nb::bytes& pack, unsigned threads, int listener,
+                 std::shared_ptr<TlsContext> tls) {
   PeerServerOptions options;
   options.host = host;
   options.port = port;
@@ -48,6 +51,7 @@ void open_server(PeerServer* self, const std::string& host, std::uint16_t port,
   options.pack = digest_of(pack);
   options.threads = threads;
   options.listener = listener;
+  options.tls = std::move(tls);
   new (self) PeerServer(options);
 }
 
@@ -61,14 +65,15 @@ nb::typed<nb::tuple, int, int, int, int, int> stats(const PeerServer& server) {
 nb::typed<nb::tuple, nb::str, nb::str, nb::bytes> connect_link(PeerLink& link, const std::string& host,
                                                                std::uint16_t port,
                                                                const nb::bytes& token,
-                                                               const nb::bytes& pack, double wait_s) {
+                                                               const nb::bytes& pack, double wait_s,
+                                                               std::shared_ptr<TlsContext> tls) {
   const Digest token_digest = digest_of(token);
   const Digest pack_digest = digest_of(pack);
   std::string card;
   PeerError error;
   {
     nb::gil_scoped_release released;
-    error = link.connect(host, port, token_digest, pack_digest, ns_of(wait_s), card);
+    error = link.connect(host, port, token_digest, pack_digest, ns_of(wait_s), card, std::move(tls));
   }
   return nb::make_tuple(name_of(error.kind), error.why, to_bytes(card));
 }
@@ -206,9 +211,13 @@ Array<T> column(const ExtentPlan& plan, Get get) {
 }  // namespace
 
 void bind_peers(nb::module_& module) {
+  nb::class_<TlsContext>(module, "TlsContext")
+      .def("__init__",
+           [](TlsContext* self, const nb::bytes& token) { new (self) TlsContext(digest_of(token)); },
+           "token"_a);
   nb::class_<PeerServer>(module, "PeerServer")
       .def("__init__", &open_server, "host"_a, "port"_a, "token"_a, "pack"_a, "threads"_a = 1,
-           "listener"_a = -1)
+           "listener"_a = -1, "tls"_a = nb::none())
       .def_prop_ro("port", &PeerServer::port)
       .def(
           "set_card",
@@ -284,7 +293,8 @@ void bind_peers(nb::module_& module) {
   nb::class_<PeerLink>(module, "PeerLink")
       .def(nb::init<>())
       .def_prop_ro("is_open", &PeerLink::is_open)
-      .def("connect", &connect_link, "host"_a, "port"_a, "token"_a, "pack"_a, "wait_s"_a)
+      .def("connect", &connect_link, "host"_a, "port"_a, "token"_a, "pack"_a, "wait_s"_a,
+           "tls"_a = nb::none())
       .def("ask_card", &ask_card, "wait_s"_a, "caller"_a = nb::bytes(""))
       .def("fetch", &fetch, "plan"_a, "items"_a, "out"_a, "wait_s"_a)
       .def("fetch_range", &fetch_range, "shard"_a, "offset"_a, "out"_a, "wait_s"_a)

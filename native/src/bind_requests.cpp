@@ -50,6 +50,11 @@ int fetch(RangeRequests& self, std::uint32_t shard, std::uint64_t offset, nb::ha
   return static_cast<int>(self.fetch(shard, offset, bytes, attempt, ns_of(wait_s)));
 }
 
+ServedCount count_of(std::uint32_t what) {
+  if (what >= served_counts) throw nb::index_error("no such count");
+  return static_cast<ServedCount>(what);
+}
+
 }  // namespace
 
 void bind_requests(nb::module_& module) {
@@ -107,6 +112,27 @@ void bind_requests(nb::module_& module) {
             self.finish(slot, static_cast<RequestOutcome>(outcome));
           },
           "slot"_a, "outcome"_a)
+      .def("queue_length", &RangeRequests::queue_length)
+      .def(
+          "count",
+          [](RangeRequests& self, std::uint32_t what, std::uint64_t amount) {
+            self.count(count_of(what), amount);
+          },
+          "what"_a, "amount"_a)
+      .def(
+          "raise_to",
+          [](RangeRequests& self, std::uint32_t what, std::uint64_t least) {
+            self.raise(count_of(what), least);
+          },
+          "what"_a, "least"_a)
+      .def("counts",
+           [](const RangeRequests& self) {
+             nb::list counts;
+             for (std::uint32_t what = 0; what < served_counts; ++what) {
+               counts.append(self.counted(static_cast<ServedCount>(what)));
+             }
+             return nb::typed<nb::list, int>(counts);
+           })
       .def("recover", &RangeRequests::recover)
       .def("reap", &RangeRequests::reap);
 }

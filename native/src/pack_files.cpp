@@ -321,8 +321,12 @@ int pack_files_view(PackFiles* pack, uint64_t sample, const void** bytes) {
     const std::int64_t ids[] = {static_cast<std::int64_t>(sample)};
     if (pack->served != nullptr && !pack->served->is_here(pack->reader, sample)) return 0;
     try {
+      const ServedFiles::Timed timed(pack->served.get());
       const auto views = pack->reader.views(ids);
-      if (views[0] && !views[0]->empty()) *bytes = views[0]->data();
+      if (views[0] && !views[0]->empty()) {
+        *bytes = views[0]->data();
+        if (pack->served != nullptr) pack->served->note_local(views[0]->size());
+      }
     } catch (const PackError& problem) {
       // What is damaged here is read from another node.
       if (pack->served == nullptr || problem.kind == PackError::Kind::memory) throw;

@@ -16,6 +16,7 @@
 #include <memory>
 
 #include "paceline/crc32c.hpp"
+#include "paceline/peer_proof.hpp"
 
 namespace paceline {
 namespace {
@@ -58,6 +59,7 @@ void PeerLink::close() {
 }
 
 void PeerLink::disconnect() {
+  tls_.reset();
   const int fd = fd_.exchange(-1);
   if (fd >= 0) ::close(fd);
 }
@@ -105,8 +107,12 @@ bool PeerLink::finish_connecting() {
 
 PeerError PeerLink::send_all(const void* data, std::size_t size) {
   const auto* at = static_cast<const std::byte*>(data);
+  if (tls_ != nullptr) {
+    if (!tls_->encrypt({at, size})) return {Kind::lost, "TLS with it is broken"};
+    size = tls_->unsent_bytes();
+  }
   while (size > 0) {
-    const ssize_t sent = send(fd_, at, size, MSG_NOSIGNAL);
+    const ssize_t sent = tls_ == nullptr ? send(fd_, at, size, MSG_NOSIGNAL) : tls_->flush();
     if (sent < 0 && errno == EINTR) {
       if (interrupted_ != nullptr && (*interrupted_)()) return {Kind::interrupted, ""};
       continue;
@@ -124,10 +130,18 @@ PeerError PeerLink::send_all(const void* data, std::size_t size) {
   return {};
 }
 
+// After a signal, or when the kernel's wait was over.
+PeerError PeerLink::wait_again() {
+  if (interrupted_ != nullptr && (*interrupted_)()) return {Kind::interrupted, ""};
+  if (!set_timeout(SO_RCVTIMEO)) return {Kind::deadline, "it did not answer in time"};
+  return {};
+}
+
 PeerError PeerLink::receive(std::byte* target, std::size_t size) {
   while (size > 0) {
     // The kernel returns when all is there, a signal came, or the time is over: no wait in between.
-    const ssize_t got = recv(fd_, target, size, MSG_WAITALL);
+    const ssize_t got =
+        tls_ == nullptr ? recv(fd_, target, size, MSG_WAITALL) : tls_->receive(target, size);
     if (got == 0) return {Kind::lost, "it closed the connection"};
     if (got < 0 && errno != EINTR && errno != EAGAIN && errno != EWOULDBLOCK) {
       return failed("receiving from it");
@@ -136,10 +150,35 @@ PeerError PeerLink::receive(std::byte* target, std::size_t size) {
       target += got;
       size -= static_cast<std::size_t>(got);
       if (size == 0) break;
+      if (tls_ != nullptr) continue;  // a record of TLS: at most 16 KiB
     }
-    if (interrupted_ != nullptr && (*interrupted_)()) return {Kind::interrupted, ""};
-    if (!set_timeout(SO_RCVTIMEO)) return {Kind::deadline, "it did not answer in time"};
+    auto error = wait_again();
+    if (error.kind != Kind::none) return error;
   }
+  return {};
+}
+
+PeerError PeerLink::begin_tls(std::shared_ptr<const TlsContext> context) {
+  auto tls = std::make_unique<TlsStream>(std::move(context), TlsStream::Side::client, fd_);
+  for (;;) {
+    const auto state = tls->shake_hands();
+    if (state == TlsStream::Handshake::failed) {
+      return {Kind::tls, "it has another token, or it does not speak TLS"};
+    }
+    while (tls->unsent_bytes() > 0) {
+      if (tls->flush() < 0 && errno != EINTR) return failed("sending to it");  // a few hundred bytes
+    }
+    if (state == TlsStream::Handshake::done) break;
+    const ssize_t got = tls->fill();
+    if (got > 0) continue;
+    if (got == 0 || errno == ECONNRESET) {
+      return {Kind::lost, "it closed the connection in the handshake, as one without TLS does"};
+    }
+    if (errno != EINTR && errno != EAGAIN && errno != EWOULDBLOCK) return failed("receiving from it");
+    auto error = wait_again();
+    if (error.kind != Kind::none) return error;
+  }
+  tls_ = std::move(tls);
   return {};
 }
 
@@ -155,24 +194,40 @@ PeerError PeerLink::receive_header(FrameHeader& header, std::uint64_t id) {
   return {};
 }
 
-PeerError PeerLink::receive_card(std::uint64_t id, std::string& card) {
+PeerError PeerLink::receive_body_of(FrameKind kind, std::uint64_t id, std::uint64_t most_bytes,
+                                    std::string& body) {
   FrameHeader header;
   auto error = receive_header(header, id);
   if (error.kind != Kind::none) return error;
   if (header.kind == FrameKind::refused) return refused(header.count);
-  if (header.kind != FrameKind::welcome || header.body_bytes > max_card_bytes) {
-    return {Kind::protocol, "it did not answer with its card"};
+  if (header.kind != kind || header.body_bytes > most_bytes) {
+    return {Kind::protocol, "it answered with another frame than the one that was due"};
   }
-  card.resize(header.body_bytes);
-  return receive(reinterpret_cast<std::byte*>(card.data()), card.size());
+  body.resize(header.body_bytes);
+  return receive(reinterpret_cast<std::byte*>(body.data()), body.size());
+}
+
+PeerError PeerLink::send_frame_of(const FrameHeader& header, std::span<const std::byte> body) {
+  request_.resize(sizeof header + body.size());
+  std::memcpy(request_.data(), &header, sizeof header);
+  std::copy(body.begin(), body.end(), request_.begin() + sizeof header);
+  return send_all(request_.data(), request_.size());
 }
 
 PeerError PeerLink::connect(const std::string& host, std::uint16_t port, const Digest& token,
-                            const Digest& pack, std::uint64_t wait_ns, std::string& card) {
+                            const Digest& pack, std::uint64_t wait_ns, std::string& card,
+                            std::shared_ptr<const TlsContext> tls) {
   const std::lock_guard lock(mutex_);
   disconnect();
   deadline_ns_ = now_ns() + wait_ns;
   interrupted_ = nullptr;
+  auto error = reach(host, port);
+  if (error.kind == Kind::none && tls != nullptr) error = begin_tls(std::move(tls));
+  if (error.kind == Kind::none) error = introduce(token, pack, card);
+  return broken(std::move(error));
+}
+
+PeerError PeerLink::reach(const std::string& host, std::uint16_t port) {
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
   addrinfo* found = nullptr;
@@ -186,7 +241,7 @@ PeerError PeerLink::connect(const std::string& host, std::uint16_t port, const D
     const int one = 1;
     setsockopt(fd_, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
     // The kernel bounds connect by the time to send.
-    if (!set_timeout(SO_SNDTIMEO)) return broken({Kind::deadline, "it did not answer in time"});
+    if (!set_timeout(SO_SNDTIMEO)) return {Kind::deadline, "it did not answer in time"};
     const bool is_connected = ::connect(fd_, place->ai_addr, place->ai_addrlen) == 0 ||
                               (errno == EINTR && finish_connecting());
     if (!is_connected) {
@@ -197,15 +252,38 @@ PeerError PeerLink::connect(const std::string& host, std::uint16_t port, const D
     }
   }
   if (fd_ < 0) return last;
-  if (!set_timeout(SO_RCVTIMEO)) return broken({Kind::deadline, "it did not answer in time"});
-  const FrameHeader header{.kind = FrameKind::hello, .id = next_id_, .body_bytes = hello_bytes};
-  std::byte hello[sizeof header + hello_bytes];
-  std::memcpy(hello, &header, sizeof header);
-  std::memcpy(hello + sizeof header, token.data(), token.size());
-  std::memcpy(hello + sizeof header + token.size(), pack.data(), pack.size());
-  auto error = send_all(hello, sizeof hello);
-  if (error.kind == Kind::none) error = receive_card(next_id_++, card);
-  return broken(std::move(error));
+  if (!set_timeout(SO_RCVTIMEO)) return {Kind::deadline, "it did not answer in time"};
+  return {};
+}
+
+// What the node says is believed only when it has proved the token, too.
+PeerError PeerLink::introduce(const Digest& token, const Digest& pack, std::string& card) {
+  Nonces nonces{.client = random_nonce(), .node = {}};
+  std::string body;
+  auto error = send_frame_of(
+      {.kind = FrameKind::hello, .id = next_id_, .body_bytes = hello_bytes}, nonces.client);
+  if (error.kind == Kind::none) {
+    error = receive_body_of(FrameKind::challenge, next_id_++, digest_bytes, body);
+  }
+  if (error.kind == Kind::lost && tls_ == nullptr) error.why += ", as one with TLS does to a client without";
+  if (error.kind != Kind::none) return error;
+  if (body.size() != digest_bytes) return {Kind::protocol, "its challenge has another length"};
+  std::memcpy(nonces.node.data(), body.data(), body.size());
+  std::array<std::byte, proof_bytes> own;
+  const Digest proof = proof_of(Prover::client, token, nonces, pack);
+  std::copy(pack.begin(), pack.end(), std::copy(proof.begin(), proof.end(), own.begin()));
+  error = send_frame_of({.kind = FrameKind::proof, .id = next_id_, .body_bytes = proof_bytes}, own);
+  if (error.kind == Kind::none) {
+    error = receive_body_of(FrameKind::welcome, next_id_++, digest_bytes + max_card_bytes, body);
+  }
+  if (error.kind != Kind::none) return error;
+  const Digest right = proof_of(Prover::node, token, nonces, pack);
+  const auto theirs = std::as_bytes(std::span(body)).first(std::min(body.size(), digest_bytes));
+  if (!equal_in_constant_time(theirs, right)) {
+    return {Kind::token, "the node did not prove that it has the token"};
+  }
+  card = body.substr(digest_bytes);
+  return {};
 }
 
 PeerError PeerLink::ask_card(std::uint64_t wait_ns, const std::string& caller, std::string& card) {
@@ -218,11 +296,10 @@ PeerError PeerLink::ask_card(std::uint64_t wait_ns, const std::string& caller, s
   }
   if (caller.size() > max_caller_bytes) return {Kind::protocol, "the name of this node is too long"};
   const FrameHeader header{.kind = FrameKind::card, .id = next_id_, .body_bytes = caller.size()};
-  std::string question(sizeof header, '\0');
-  std::memcpy(question.data(), &header, sizeof header);
-  question += caller;
-  auto error = send_all(question.data(), question.size());
-  if (error.kind == Kind::none) error = receive_card(next_id_++, card);
+  auto error = send_frame_of(header, std::as_bytes(std::span(caller)));
+  if (error.kind == Kind::none) {
+    error = receive_body_of(FrameKind::welcome, next_id_++, max_card_bytes, card);
+  }
   return broken(std::move(error));
 }
 

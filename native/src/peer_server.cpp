@@ -18,7 +18,9 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "paceline/fault_guard.hpp"
 #include "paceline/pack_index.hpp"
+#include "paceline/peer_proof.hpp"
 
 namespace paceline {
 
@@ -32,6 +34,8 @@ constexpr std::size_t max_iov = 64;
 constexpr std::size_t max_noted = 4096;
 // In one turn of a connection, so that a client of many bytes doesn't starve the others.
 constexpr std::size_t turn_bytes = std::size_t{4} << 20;
+// That are encrypted at a time.
+constexpr std::size_t chunk_bytes = std::size_t{64} << 10;
 
 std::uint64_t now_ns() noexcept {
   timespec now{};
@@ -100,15 +104,6 @@ enum class Outcome : std::uint8_t { fine, blocked, closed };
 
 }  // namespace
 
-bool equal_in_constant_time(std::span<const std::byte> a, std::span<const std::byte> b) noexcept {
-  if (a.size() != b.size()) return false;
-  volatile unsigned char differs = 0;
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    differs = static_cast<unsigned char>(differs | std::to_integer<unsigned char>(a[i] ^ b[i]));
-  }
-  return differs == 0;
-}
-
 // One thread and its connections; nothing of it is shared.
 class PeerServer::Worker {
  public:
@@ -149,9 +144,13 @@ class PeerServer::Worker {
   }
 
  private:
+  enum class Stage : std::uint8_t { silent, challenged, welcome };
+
   struct Connection {
     std::uint64_t since_ns = 0;  // when it was accepted
-    bool is_welcome = false;
+    Stage stage = Stage::silent;
+    Nonces nonces{};
+    std::unique_ptr<TlsStream> tls;  // null: nothing is encrypted
     bool ends_after_replies = false;
     std::uint32_t watched = EPOLLIN;
     FrameHeader header;
@@ -202,19 +201,22 @@ class PeerServer::Worker {
     setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one);
     Connection& made = connections_[fd];
     made.since_ns = now_ns();
+    if (const auto& tls = server_.options_.tls; tls != nullptr) {
+      made.tls = std::make_unique<TlsStream>(tls, TlsStream::Side::server, fd);
+    }
     ++silent_;
     if (!watch(fd, EPOLLIN, EPOLL_CTL_ADD)) end(fd);
   }
 
   void end(int fd) {
     const auto found = connections_.find(fd);
-    if (!found->second.is_welcome) --silent_;
+    if (found->second.stage != Stage::welcome) --silent_;
     connections_.erase(found);
     close(fd);
     server_.open_.fetch_sub(1);
   }
 
-  // Only connections that have not said hello have a deadline: without any, the thread sleeps.
+  // Only connections that have not proved the token have a deadline: without any, the thread sleeps.
   int wait_ms() const { return silent_ == 0 ? -1 : 500; }
 
   void end_silent() {
@@ -223,7 +225,7 @@ class PeerServer::Worker {
     for (auto i = connections_.begin(); i != connections_.end();) {
       const int fd = i->first;
       const bool late =
-          !i->second.is_welcome && now - i->second.since_ns > server_.options_.hello_ns;
+          i->second.stage != Stage::welcome && now - i->second.since_ns > server_.options_.hello_ns;
       ++i;
       if (late) {
         server_.refused_.fetch_add(1);
@@ -235,15 +237,20 @@ class PeerServer::Worker {
   // False: the connection ends.
   bool serve(int fd, Connection& connection, std::uint32_t events) {
     if ((events & EPOLLERR) != 0) return false;
-    Outcome read_outcome = Outcome::blocked;
-    if ((events & (EPOLLIN | EPOLLHUP)) != 0) read_outcome = take(fd, connection);
-    if (read_outcome == Outcome::closed) return false;
-    const Outcome outcome = send(fd, connection);
-    if (outcome == Outcome::closed) return false;
+    bool has_input = (events & (EPOLLIN | EPOLLHUP)) != 0;
+    Outcome outcome = Outcome::fine;
+    for (;;) {
+      if (has_input && take(fd, connection) == Outcome::closed) return false;
+      outcome = send(fd, connection);
+      if (outcome == Outcome::closed) return false;
+      // What TLS has taken from the socket already, epoll does not tell of.
+      has_input = outcome == Outcome::fine && can_take(connection) && connection.tls != nullptr &&
+                  connection.tls->has_received();
+      if (!has_input) break;
+    }
     if (connection.replies.empty() && connection.ends_after_replies) return false;
     std::uint32_t wanted = outcome == Outcome::fine && connection.replies.empty() ? 0U : EPOLLOUT;
-    const bool has_room = connection.replies.size() < max_pending_reads;
-    if (has_room && !connection.ends_after_replies) wanted |= EPOLLIN;
+    if (can_take(connection)) wanted |= EPOLLIN;
     if (wanted != connection.watched) {
       watch(fd, wanted, EPOLL_CTL_MOD);
       connection.watched = wanted;
@@ -251,8 +258,12 @@ class PeerServer::Worker {
     return true;
   }
 
+  static bool can_take(const Connection& connection) {
+    return connection.replies.size() < max_pending_reads && !connection.ends_after_replies;
+  }
+
   Outcome take(int fd, Connection& connection) {
-    while (connection.replies.size() < max_pending_reads && !connection.ends_after_replies) {
+    while (can_take(connection)) {
       std::byte* target = nullptr;
       std::size_t room = 0;
       if (connection.have < sizeof connection.header) {
@@ -263,10 +274,12 @@ class PeerServer::Worker {
         target = connection.body.data() + in_body;
         room = connection.body.size() - in_body;
       }
-      const ssize_t got = recv(fd, target, room, 0);
+      const bool is_plain = connection.tls == nullptr;
+      const ssize_t got = is_plain ? recv(fd, target, room, 0) : connection.tls->receive(target, room);
       if (got == 0) return Outcome::closed;
       if (got < 0) {
         if (errno == EINTR) continue;
+        if (errno == EPROTO) return refuse_malformed();  // no TLS, or another key
         return errno == EAGAIN ? Outcome::blocked : Outcome::closed;
       }
       connection.have += static_cast<std::size_t>(got);
@@ -293,8 +306,11 @@ class PeerServer::Worker {
   static bool is_expected(const Connection& connection) {
     const FrameHeader& header = connection.header;
     if (header.magic != peer_magic || header.version != peer_version) return false;
-    if (!connection.is_welcome) {
+    if (connection.stage == Stage::silent) {
       return header.kind == FrameKind::hello && header.body_bytes == hello_bytes;
+    }
+    if (connection.stage == Stage::challenged) {
+      return header.kind == FrameKind::proof && header.body_bytes == proof_bytes;
     }
     if (header.kind == FrameKind::card) return header.body_bytes <= max_caller_bytes;
     return header.kind == FrameKind::read && header.count > 0 && header.count <= max_ranges &&
@@ -304,7 +320,11 @@ class PeerServer::Worker {
   bool answer(Connection& connection) {
     switch (connection.header.kind) {
       case FrameKind::hello:
-        return answer_hello(connection);
+        answer_hello(connection);
+        return true;
+      case FrameKind::proof:
+        answer_proof(connection);
+        return true;
       case FrameKind::card:
         if (!connection.body.empty()) {
           server_.note_caller({reinterpret_cast<const char*>(connection.body.data()),
@@ -317,29 +337,48 @@ class PeerServer::Worker {
     }
   }
 
-  bool answer_hello(Connection& connection) {
+  void answer_hello(Connection& connection) {
+    std::copy(connection.body.begin(), connection.body.end(), connection.nonces.client.begin());
+    connection.nonces.node = random_nonce();
+    connection.stage = Stage::challenged;
+    auto nonce = std::make_shared<const Digest>(connection.nonces.node);
+    push(connection, FrameKind::challenge, nonce, {*nonce});
+  }
+
+  void answer_proof(Connection& connection) {
     const std::span<const std::byte> body(connection.body);
     const auto& options = server_.options_;
-    if (!equal_in_constant_time(body.first(digest_bytes), options.token)) {
+    const auto pack = body.subspan(digest_bytes);
+    const Digest right = proof_of(Prover::client, options.token, connection.nonces, pack);
+    if (!equal_in_constant_time(body.first(digest_bytes), right)) {
       push_refusal(connection, Refusal::wrong_token);
-    } else if (!equal_in_constant_time(body.subspan(digest_bytes), options.pack)) {
+    } else if (!equal_in_constant_time(pack, options.pack)) {
       push_refusal(connection, Refusal::wrong_pack);
     } else {
-      connection.is_welcome = true;
+      connection.stage = Stage::welcome;
       --silent_;
-      push_card(connection);
+      const Digest own = proof_of(Prover::node, options.token, connection.nonces, pack);
+      const auto owned = std::make_shared<const std::pair<Digest, std::shared_ptr<const std::string>>>(
+          own, server_.card());
+      push(connection, FrameKind::welcome, owned,
+           {owned->first, std::as_bytes(std::span(*owned->second))});
     }
-    return true;
   }
 
   void push_card(Connection& connection) {
-    auto card = server_.card();
-    Reply reply{.header = {.kind = FrameKind::welcome,
-                           .id = connection.header.id,
-                           .body_bytes = card->size()},
-                .owner = card,
+    const auto card = server_.card();
+    push(connection, FrameKind::welcome, card, {std::as_bytes(std::span(*card))});
+  }
+
+  static void push(Connection& connection, FrameKind kind, std::shared_ptr<const void> owner,
+                   std::initializer_list<std::span<const std::byte>> pieces) {
+    Reply reply{.header = {.kind = kind, .id = connection.header.id},
+                .owner = std::move(owner),
                 .pieces = {}};
-    if (!card->empty()) reply.pieces.push_back(std::as_bytes(std::span(*card)));
+    for (const auto piece : pieces) {
+      reply.header.body_bytes += piece.size();
+      if (!piece.empty()) reply.pieces.push_back(piece);
+    }
     connection.replies.push_back(std::move(reply));
   }
 
@@ -392,6 +431,10 @@ class PeerServer::Worker {
   }
 
   Outcome send(int fd, Connection& connection) {
+    return connection.tls != nullptr ? send_encrypted(connection) : send_plain(fd, connection);
+  }
+
+  Outcome send_plain(int fd, Connection& connection) {
     std::size_t left = turn_bytes;
     while (!connection.replies.empty() && left > 0) {
       Reply& reply = connection.replies.front();
@@ -416,12 +459,49 @@ class PeerServer::Worker {
         return errno == EAGAIN ? Outcome::blocked : Outcome::closed;
       }
       advance(reply, static_cast<std::size_t>(sent));
-      if (reply.header_sent == sizeof reply.header && reply.next == reply.pieces.size()) {
-        connection.replies.pop_front();
-      }
+      if (is_sent(reply)) connection.replies.pop_front();
       left -= std::min(left, static_cast<std::size_t>(sent));
     }
     return Outcome::fine;
+  }
+
+  Outcome send_encrypted(Connection& connection) {
+    TlsStream& tls = *connection.tls;
+    std::size_t left = turn_bytes;
+    for (;;) {
+      while (tls.unsent_bytes() > 0) {
+        if (tls.flush() >= 0 || errno == EINTR) continue;
+        return errno == EAGAIN ? Outcome::blocked : Outcome::closed;
+      }
+      if (connection.replies.empty() || left == 0) return Outcome::fine;
+      if (!gather(connection) || !tls.encrypt(chunk_)) return Outcome::closed;
+      left -= std::min(left, chunk_.size());
+    }
+  }
+
+  // Copies what is to be encrypted next, of as many replies as there is room for. False: a shard was truncated
+  // under the mapping. The client reads elsewhere.
+  bool gather(Connection& connection) {
+    chunk_.clear();
+    chunk_.reserve(chunk_bytes);
+    while (!connection.replies.empty() && chunk_.size() < chunk_bytes) {
+      Reply& reply = connection.replies.front();
+      const auto header = std::as_bytes(std::span(&reply.header, 1)).subspan(reply.header_sent);
+      const auto source = !header.empty() ? header : reply.pieces[reply.next];
+      const auto part = source.first(std::min(source.size(), chunk_bytes - chunk_.size()));
+      const std::size_t have = chunk_.size();
+      chunk_.resize(have + part.size());
+      std::byte* const target = chunk_.data() + have;
+      const FaultRange range(part);
+      if (!completes(range, [&] { std::memcpy(target, part.data(), part.size()); })) return false;
+      advance(reply, part.size());
+      if (is_sent(reply)) connection.replies.pop_front();
+    }
+    return true;
+  }
+
+  static bool is_sent(const Reply& reply) {
+    return reply.header_sent == sizeof reply.header && reply.next == reply.pieces.size();
   }
 
   static void advance(Reply& reply, std::size_t sent) {
@@ -440,7 +520,8 @@ class PeerServer::Worker {
   PeerServer& server_;
   int epoll_;
   int spare_;
-  std::size_t silent_ = 0;  // connections that have not said hello
+  std::size_t silent_ = 0;  // connections that have not proved the token
+  std::vector<std::byte> chunk_;  // what is encrypted next
   std::unordered_map<int, Connection> connections_;
 };
 

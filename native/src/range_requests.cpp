@@ -18,7 +18,7 @@ namespace paceline {
 namespace {
 
 constexpr std::uint32_t memory_magic = 0x52524350;  // "PCRR"
-constexpr std::uint32_t memory_version = 1;
+constexpr std::uint32_t memory_version = 2;
 constexpr std::size_t page_bytes = 4096;
 constexpr std::size_t node_bytes = 256;
 constexpr std::uint32_t max_slots = 4096;
@@ -67,6 +67,7 @@ struct RangeRequests::Header {
   std::atomic<std::uint64_t> beat_ns;
   std::atomic<std::uint32_t> asked;  // requests so far: the server sleeps on it
   std::atomic<std::uint32_t> freed;  // slots so far: who finds none free sleeps on it
+  std::atomic<std::uint64_t> counts[served_counts];
   char node[node_bytes];
 };
 
@@ -187,6 +188,29 @@ std::string RangeRequests::node() const {
   return {name, strnlen(name, node_bytes)};
 }
 
+void RangeRequests::count(ServedCount what, std::uint64_t amount) noexcept {
+  header().counts[static_cast<std::size_t>(what)].fetch_add(amount, std::memory_order_relaxed);
+}
+
+void RangeRequests::raise(ServedCount what, std::uint64_t least) noexcept {
+  auto& count = header().counts[static_cast<std::size_t>(what)];
+  std::uint64_t now = count.load(std::memory_order_relaxed);
+  while (now < least && !count.compare_exchange_weak(now, least, std::memory_order_relaxed)) continue;
+}
+
+std::uint64_t RangeRequests::counted(ServedCount what) const noexcept {
+  return header().counts[static_cast<std::size_t>(what)].load(std::memory_order_relaxed);
+}
+
+std::uint32_t RangeRequests::queue_length() const noexcept {
+  std::uint32_t length = 0;
+  for (std::uint32_t i = 0; i < header().slots; ++i) {
+    const std::uint32_t state = slot(i).word.load(std::memory_order_relaxed) & state_mask;
+    if (state == slot_asked || state == slot_taken) ++length;
+  }
+  return length;
+}
+
 bool RangeRequests::is_held(std::uint32_t shard) const noexcept {
   return shard < header().shards && held(shard).load(std::memory_order_acquire) != 0;
 }
@@ -243,6 +267,9 @@ std::uint32_t RangeRequests::ask(std::uint32_t number, std::uint32_t shard, std:
   it.word.store(owned(slot_asked, owner), std::memory_order_release);
   header().asked.fetch_add(1, std::memory_order_release);
   futex_wake(header().asked, 1);
+  auto& peak = header().counts[static_cast<std::size_t>(ServedCount::peak_queue)];
+  const std::uint64_t queued = queue_length();  // a race loses a peak, no more
+  if (queued > peak.load(std::memory_order_relaxed)) peak.store(queued, std::memory_order_relaxed);
   return owner;
 }
 

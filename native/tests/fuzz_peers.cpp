@@ -3,7 +3,7 @@
 //   fuzz_peers SECONDS [SEED [CASE]]      at least `least_frames` frames, however long that takes
 //
 // A model of peer_frames.hpp says of each frame what a node has to do: answer, refuse or close. Nothing but a
-// refusal may come before a right hello; bytes that come are those of the shard; memory does not depend on
+// challenge or a refusal may come before a right proof of the token; bytes that come are those of the shard; memory does not depend on
 // what a frame claims. A client may say anything of such answers but "good" of wrong bytes. A case is a pure
 // function of (seed, number), so that a failure can be seen again.
 #include <arpa/inet.h>
@@ -26,6 +26,7 @@
 #include "check.hpp"
 #include "paceline/crc32c.hpp"
 #include "paceline/peer_link.hpp"
+#include "paceline/peer_proof.hpp"
 #include "paceline/peer_server.hpp"
 
 using namespace paceline;
@@ -81,11 +82,25 @@ struct Sent {
   std::vector<std::byte> body;
 };
 
-Sent hello(unsigned char token, unsigned char pack) {
+enum class Stage : std::uint8_t { silent, challenged, welcome };
+
+struct Connection {
+  int fd;
+  Stage stage = Stage::silent;
+  Nonces nonces{};
+};
+
+Sent hello() {
   Sent made{.header = {.kind = FrameKind::hello, .body_bytes = hello_bytes}, .body = {}};
-  for (const unsigned char fill : {token, pack}) {
-    made.body.insert(made.body.end(), digest_bytes, std::byte{fill});
-  }
+  made.body.resize(hello_bytes, std::byte{42});
+  return made;
+}
+
+Sent proof(const Connection& connection, unsigned char token, unsigned char pack) {
+  Sent made{.header = {.kind = FrameKind::proof, .body_bytes = proof_bytes}, .body = {}};
+  const Digest right = proof_of(Prover::client, digest(token), connection.nonces, digest(pack));
+  made.body.assign(right.begin(), right.end());
+  made.body.insert(made.body.end(), digest_bytes, std::byte{pack});
   return made;
 }
 
@@ -135,11 +150,16 @@ void damage(FrameHeader& header, Random& random) {
   }
 }
 
-Sent some_frame(Random& random) {
+Sent some_frame(const Connection& connection, Random& random) {
   Sent made;
-  switch (random() % 8) {
+  switch (random() % 9) {
     case 0:
-      made = hello(static_cast<unsigned char>(1 + random() % 2), static_cast<unsigned char>(1 + random() % 3));
+      made = proof(connection, static_cast<unsigned char>(1 + random() % 2),
+                   static_cast<unsigned char>(1 + random() % 3));
+      if (random() % 4 == 0) made.body[random() % made.body.size()] ^= std::byte{1};
+      break;
+    case 8:
+      made = hello();
       break;
     case 1:
       made = {.header = {.kind = FrameKind::card}, .body = {}};
@@ -160,19 +180,22 @@ Sent some_frame(Random& random) {
   return made;
 }
 
-enum class Verdict : std::uint8_t { closes, welcomes, sends, refuses_and_stays, refuses_and_closes };
+enum class Verdict : std::uint8_t { closes, challenges, welcomes, says_card, sends, refuses_and_stays, refuses_and_closes };
 
 // What a node must do, by peer_frames.hpp.
-Verdict verdict_on(const Sent& frame, bool is_welcome) {
+Verdict verdict_on(const Sent& frame, const Connection& connection) {
   const FrameHeader& header = frame.header;
   if (header.magic != peer_magic || header.version != peer_version) return Verdict::closes;
-  if (!is_welcome) {
-    if (header.kind != FrameKind::hello || header.body_bytes != hello_bytes) return Verdict::closes;
-    const Sent right = hello(1, 2);
-    return frame.body == right.body ? Verdict::welcomes : Verdict::refuses_and_closes;
+  if (connection.stage == Stage::silent) {
+    const bool is_hello = header.kind == FrameKind::hello && header.body_bytes == hello_bytes;
+    return is_hello ? Verdict::challenges : Verdict::closes;
+  }
+  if (connection.stage == Stage::challenged) {
+    if (header.kind != FrameKind::proof || header.body_bytes != proof_bytes) return Verdict::closes;
+    return frame.body == proof(connection, 1, 2).body ? Verdict::welcomes : Verdict::refuses_and_closes;
   }
   if (header.kind == FrameKind::card) {
-    return header.body_bytes <= max_caller_bytes ? Verdict::welcomes : Verdict::closes;
+    return header.body_bytes <= max_caller_bytes ? Verdict::says_card : Verdict::closes;
   }
   if (header.kind != FrameKind::read || header.count == 0 || header.count > max_ranges ||
       header.body_bytes != header.count * sizeof(ByteRange)) {
@@ -188,14 +211,34 @@ Verdict verdict_on(const Sent& frame, bool is_welcome) {
   return Verdict::sends;
 }
 
-std::string expected_body(const Sent& frame) {
+std::string expected_body(const Connection& connection, const Sent& frame, Verdict verdict) {
   std::string bytes;
+  if (verdict == Verdict::welcomes) {
+    const Digest right = proof_of(Prover::node, digest(1), connection.nonces, digest(2));
+    bytes.assign(reinterpret_cast<const char*>(right.data()), right.size());
+  }
+  if (verdict == Verdict::welcomes || verdict == Verdict::says_card) bytes += "the card";
+  if (verdict != Verdict::sends) return bytes;
   for (std::size_t i = 0; i < frame.header.count; ++i) {
     ByteRange range{};
     std::memcpy(&range, frame.body.data() + i * sizeof range, sizeof range);
     bytes += shard_bytes.substr(range.offset, range.length);
   }
   return bytes;
+}
+
+FrameKind kind_of(Verdict verdict) {
+  switch (verdict) {
+    case Verdict::challenges:
+      return FrameKind::challenge;
+    case Verdict::welcomes:
+    case Verdict::says_card:
+      return FrameKind::welcome;
+    case Verdict::sends:
+      return FrameKind::data;
+    default:
+      return FrameKind::refused;
+  }
 }
 
 int dial(std::uint16_t port) {
@@ -225,7 +268,8 @@ std::size_t receive(int fd, void* target, std::size_t size) {
 }
 
 // False: the connection has ended, as it had to.
-bool check_answer(int fd, const Sent& frame, Verdict verdict) {
+bool check_answer(Connection& connection, const Sent& frame, Verdict verdict) {
+  const int fd = connection.fd;
   FrameHeader header{};
   const std::size_t have = receive(fd, &header, sizeof header);
   if (verdict == Verdict::closes) {
@@ -234,17 +278,23 @@ bool check_answer(int fd, const Sent& frame, Verdict verdict) {
     return false;
   }
   CHECK(have == sizeof header && header.magic == peer_magic && header.id == frame.header.id);
-  const bool is_refusal = verdict == Verdict::refuses_and_stays || verdict == Verdict::refuses_and_closes;
-  CHECK(header.kind == (is_refusal                      ? FrameKind::refused
-                        : verdict == Verdict::welcomes ? FrameKind::welcome
-                                                       : FrameKind::data));
-  const std::string expected = is_refusal                      ? ""
-                               : verdict == Verdict::welcomes ? "the card"
-                                                              : expected_body(frame);
+  CHECK(header.kind == kind_of(verdict));
+  if (verdict == Verdict::challenges) {  // any nonce, but a new one
+    const Digest last = connection.nonces.node;
+    CHECK(header.body_bytes == digest_bytes);
+    CHECK(receive(fd, connection.nonces.node.data(), digest_bytes) == digest_bytes);
+    CHECK(connection.nonces.node != last);
+    std::copy(frame.body.begin(), frame.body.end(), connection.nonces.client.begin());
+    connection.stage = Stage::challenged;
+    ++answers;
+    return true;
+  }
+  const std::string expected = expected_body(connection, frame, verdict);
   CHECK(header.body_bytes == expected.size());
   std::string body(expected.size(), '\0');
   CHECK(receive(fd, body.data(), body.size()) == body.size() && body == expected);
-  ++(is_refusal ? refusals : answers);
+  ++(header.kind == FrameKind::refused ? refusals : answers);
+  if (verdict == Verdict::welcomes) connection.stage = Stage::welcome;
   if (verdict != Verdict::refuses_and_closes) return true;
   CHECK(receive(fd, &header, 1) == 0);
   return false;
@@ -262,45 +312,52 @@ void send_frame(int fd, const Sent& frame, Random& random) {
   }
 }
 
+// What a good client would send next, to be let in.
+Sent next_step(const Connection& connection) {
+  return connection.stage == Stage::silent ? hello() : proof(connection, 1, 2);
+}
+
 void attack_node(const PeerServer& server, Random& random) {
-  const int fd = dial(server.port());
-  bool is_welcome = false;
-  for (std::size_t left = 1 + random() % 12; left > 0; --left) {
-    const bool says_hello = !is_welcome && random() % 5 != 0;
-    const Sent frame = says_hello ? hello(1, 2) : some_frame(random);
-    const Verdict verdict = verdict_on(frame, is_welcome);
+  Connection connection{.fd = dial(server.port())};
+  for (std::size_t left = 2 + random() % 12; left > 0; --left) {
+    const bool steps = connection.stage != Stage::welcome && random() % 8 != 0;
+    const Sent frame = steps ? next_step(connection) : some_frame(connection, random);
+    const Verdict verdict = verdict_on(frame, connection);
     ++frames;
     if (random() % 50 == 0) {  // the client dies in the middle of a frame
       const std::size_t part = random() % sizeof frame.header;
-      CHECK(send(fd, &frame.header, part, MSG_NOSIGNAL) == static_cast<ssize_t>(part));
+      CHECK(send(connection.fd, &frame.header, part, MSG_NOSIGNAL) == static_cast<ssize_t>(part));
       break;
     }
-    send_frame(fd, frame, random);
-    if (!check_answer(fd, frame, verdict)) break;
-    is_welcome |= frame.header.kind == FrameKind::hello;
+    send_frame(connection.fd, frame, random);
+    if (!check_answer(connection, frame, verdict)) break;
   }
-  close(fd);
+  close(connection.fd);
 }
 
 // Reads one after the other without waiting for an answer: more than a node takes at once.
 void flood_node(const PeerServer& server, Random& random) {
-  const int fd = dial(server.port());
-  std::vector<Sent> sent{hello(1, 2)};
+  Connection connection{.fd = dial(server.port())};
+  while (connection.stage != Stage::welcome) {
+    const Sent frame = next_step(connection);
+    send_frame(connection.fd, frame, random);
+    CHECK(check_answer(connection, frame, verdict_on(frame, connection)));
+    ++frames;
+  }
+  std::vector<Sent> sent;
   while (sent.size() < 3 * max_pending_reads) {
     Sent frame = read_frame(random);
-    if (verdict_on(frame, true) == Verdict::refuses_and_closes) continue;
+    if (verdict_on(frame, connection) == Verdict::refuses_and_closes) continue;
     sent.push_back(std::move(frame));
   }
   std::thread writer([&] {
     Random pieces(1);
-    for (const Sent& frame : sent) send_frame(fd, frame, pieces);
+    for (const Sent& frame : sent) send_frame(connection.fd, frame, pieces);
   });
   frames += sent.size();
-  for (std::size_t i = 0; i < sent.size(); ++i) {
-    CHECK(check_answer(fd, sent[i], verdict_on(sent[i], i > 0)));
-  }
+  for (const Sent& frame : sent) CHECK(check_answer(connection, frame, verdict_on(frame, connection)));
   writer.join();
-  close(fd);
+  close(connection.fd);
 }
 
 // --- a hostile node --------------------------------------------------------------------------------------
@@ -309,18 +366,29 @@ void flood_node(const PeerServer& server, Random& random) {
 void answer_wrongly(int listener, Random random) {
   const int fd = accept(listener, nullptr, nullptr);
   CHECK(fd >= 0);
-  const std::size_t wrong_frame = random() % 4;
-  for (std::size_t i = 0; i < 8; ++i) {
+  const std::size_t wrong_frame = random() % 5;
+  Nonces nonces{};
+  for (std::size_t i = 0; i < 9; ++i) {
     FrameHeader asked{};
     if (receive(fd, &asked, sizeof asked) < sizeof asked) break;
     std::vector<ByteRange> ranges(asked.body_bytes / sizeof(ByteRange));
     if (receive(fd, ranges.data(), asked.body_bytes) < asked.body_bytes) break;
     const bool is_read = asked.kind == FrameKind::read;
+    const bool is_hello = asked.kind == FrameKind::hello;
     std::string body = is_read ? "" : "the card";
+    if (is_hello) {
+      std::memcpy(nonces.client.data(), ranges.data(), digest_bytes);
+      body = std::string(digest_bytes, '\0');
+    } else if (asked.kind == FrameKind::proof) {
+      const Digest right = proof_of(Prover::node, digest(1), nonces, digest(2));
+      body.insert(0, reinterpret_cast<const char*>(right.data()), right.size());
+    }
     for (const ByteRange& range : ranges) {
       if (is_read) body += shard_bytes.substr(range.offset, range.length);
     }
-    FrameHeader header{.kind = is_read ? FrameKind::data : FrameKind::welcome,
+    FrameHeader header{.kind = is_read    ? FrameKind::data
+                               : is_hello ? FrameKind::challenge
+                                          : FrameKind::welcome,
                        .id = asked.id,
                        .shard = asked.shard,
                        .count = asked.count,

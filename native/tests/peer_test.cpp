@@ -16,6 +16,7 @@
 #include "check.hpp"
 #include "paceline/crc32c.hpp"
 #include "paceline/peer_link.hpp"
+#include "paceline/peer_proof.hpp"
 #include "paceline/peer_server.hpp"
 
 using namespace paceline;
@@ -32,9 +33,12 @@ Digest digest(unsigned char fill) {
 }
 
 struct Node {
-  explicit Node(std::size_t most = 64, std::uint64_t hello_ns = wait_ns, unsigned threads = 1)
-      : server({.token = digest(1),
+  explicit Node(std::size_t most = 64, std::uint64_t hello_ns = wait_ns, unsigned threads = 1,
+                std::shared_ptr<const TlsContext> encryption = nullptr)
+      : tls(encryption),
+        server({.token = digest(1),
                 .pack = digest(2),
+                .tls = encryption,
                 .threads = threads,
                 .max_connections = most,
                 .hello_ns = hello_ns}) {
@@ -45,12 +49,24 @@ struct Node {
   }
   TemporaryFolder folder;
   std::string shard;
+  std::shared_ptr<const TlsContext> tls;  // that its clients use, too
   PeerServer server;
 };
 
+// Null: the library is not installed.
+std::shared_ptr<const TlsContext> tls_of(unsigned char token) {
+  try {
+    return std::make_shared<const TlsContext>(digest(token));
+  } catch (const std::runtime_error& problem) {
+    std::fprintf(stderr, "no TLS: %s\n", problem.what());
+    return nullptr;
+  }
+}
+
 PeerError connect(PeerLink& link, const Node& node, unsigned char token = 1, unsigned char pack = 2) {
   std::string card;
-  auto error = link.connect("127.0.0.1", node.server.port(), digest(token), digest(pack), wait_ns, card);
+  auto error = link.connect("127.0.0.1", node.server.port(), digest(token), digest(pack), wait_ns, card,
+                            node.tls);
   if (error.kind == Kind::none) CHECK(card == "a card");
   return error;
 }
@@ -105,8 +121,8 @@ bool is_closed(int fd) {
   return recv(fd, &byte, 1, 0) <= 0;
 }
 
-void test_what_is_answered() {
-  Node node;
+void test_what_is_answered(const std::shared_ptr<const TlsContext>& tls) {
+  Node node(64, wait_ns, 1, tls);
   PeerLink link;
   CHECK(connect(link, node).kind == Kind::none && link.is_open());
   std::vector<RangeOutcome> outcomes;
@@ -218,25 +234,32 @@ void test_no_descriptors_are_left() {
   CHECK(fetch(link, node, 3, 2, 10, outcomes).kind == Kind::none);
 }
 
-void test_a_server_that_is_silent_is_given_up() {
-  const int listener = socket(AF_INET, SOCK_STREAM, 0);
+int listen_here(std::uint16_t& port) {
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in place{};
   place.sin_family = AF_INET;
   place.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   socklen_t size = sizeof place;
-  CHECK(bind(listener, reinterpret_cast<sockaddr*>(&place), size) == 0 && listen(listener, 8) == 0);
-  CHECK(getsockname(listener, reinterpret_cast<sockaddr*>(&place), &size) == 0);
+  CHECK(bind(fd, reinterpret_cast<sockaddr*>(&place), size) == 0 && listen(fd, 8) == 0);
+  CHECK(getsockname(fd, reinterpret_cast<sockaddr*>(&place), &size) == 0);
+  port = ntohs(place.sin_port);
+  return fd;
+}
+
+void test_a_server_that_is_silent_is_given_up() {
+  std::uint16_t port = 0;
+  const int listener = listen_here(port);
   PeerLink link;
   std::string card;
-  const auto error = link.connect("127.0.0.1", ntohs(place.sin_port), digest(1), digest(2),
+  const auto error = link.connect("127.0.0.1", port, digest(1), digest(2),
                                   /*wait_ns=*/50'000'000, card);
   CHECK(error.kind == Kind::deadline && !link.is_open());
   close(listener);
 }
 
 // Threads of one link, links of one server, shards that come and go, links that are closed meanwhile.
-void test_threads() {
-  Node node(64, wait_ns, /*threads=*/3);
+void test_threads(const std::shared_ptr<const TlsContext>& tls) {
+  Node node(64, wait_ns, /*threads=*/3, tls);
   std::atomic<bool> ends{false};
   std::thread keeper([&] {
     while (!ends) {
@@ -270,10 +293,103 @@ void test_threads() {
   node.server.stop();
 }
 
+// --- TLS
+
+void test_another_key(const std::shared_ptr<const TlsContext>& tls,
+                      const std::shared_ptr<const TlsContext>& other) {
+  Node node(64, wait_ns, 1, tls);
+  PeerLink link;
+  std::string card;
+  auto error = link.connect("127.0.0.1", node.server.port(), digest(1), digest(2), wait_ns, card, other);
+  CHECK(error.kind == Kind::tls && card.empty() && !link.is_open());
+  CHECK(connect(link, node, 9).kind == Kind::token);  // the right key and another token: not one's own
+  CHECK(connect(link, node).kind == Kind::none);
+  CHECK(node.server.stats().refused_connections == 2);
+}
+
+void test_tls_on_one_side_only(const std::shared_ptr<const TlsContext>& tls) {
+  Node with(64, wait_ns, 1, tls), without;
+  PeerLink link;
+  std::string card;
+  auto error = link.connect("127.0.0.1", with.server.port(), digest(1), digest(2), wait_ns, card);
+  CHECK(error.kind == Kind::lost && error.why.find("TLS") != std::string::npos);
+  error = link.connect("127.0.0.1", without.server.port(), digest(1), digest(2), wait_ns, card, tls);
+  CHECK(error.kind == Kind::lost && error.why.find("TLS") != std::string::npos);
+  CHECK(card.empty() && !link.is_open());
+}
+
+// Passes one connection on and keeps what it sees.
+void pass_on(int listener, std::uint16_t port, std::string& seen) {
+  const int client = accept(listener, nullptr, nullptr);
+  const int node = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in place{};
+  place.sin_family = AF_INET;
+  place.sin_port = htons(port);
+  place.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  CHECK(::connect(node, reinterpret_cast<sockaddr*>(&place), sizeof place) == 0);
+  pollfd ends[2] = {{.fd = client, .events = POLLIN, .revents = 0}, {.fd = node, .events = POLLIN, .revents = 0}};
+  std::vector<char> buffer(1 << 16);
+  for (bool is_open = true; is_open;) {
+    CHECK(poll(ends, 2, static_cast<int>(wait_ns / 1'000'000)) > 0);
+    for (int i = 0; i < 2 && is_open; ++i) {
+      if (ends[i].revents == 0) continue;
+      const ssize_t got = recv(ends[i].fd, buffer.data(), buffer.size(), 0);
+      is_open = got > 0;
+      if (!is_open) break;
+      seen.append(buffer.data(), static_cast<std::size_t>(got));
+      CHECK(send(ends[1 - i].fd, buffer.data(), static_cast<std::size_t>(got), MSG_NOSIGNAL) == got);
+    }
+  }
+  close(client);
+  close(node);
+}
+
+void test_nothing_is_readable(const std::shared_ptr<const TlsContext>& tls) {
+  for (const auto& encryption : {std::shared_ptr<const TlsContext>(), tls}) {
+    Node node(64, wait_ns, 1, encryption);
+    std::uint16_t port = 0;
+    const int listener = listen_here(port);
+    std::string seen;
+    std::thread between([&] { pass_on(listener, node.server.port(), seen); });
+    PeerLink link;
+    std::string card;
+    auto error = link.connect("127.0.0.1", port, digest(1), digest(2), wait_ns, card, encryption);
+    CHECK(error.kind == Kind::none && card == "a card");
+    std::vector<RangeOutcome> outcomes;
+    CHECK(fetch(link, node, 3, 3, 50'000, outcomes).kind == Kind::none);
+    CHECK(are_all(outcomes, RangeOutcome::good));
+    link.close();
+    between.join();
+    close(listener);
+    const std::string sample = node.shard.substr(1000, 64);
+    CHECK((seen.find(sample) == std::string::npos) == (encryption != nullptr));
+    CHECK((seen.find("a card") == std::string::npos) == (encryption != nullptr));
+    // The token never travels, in whatever form.
+    const Digest token = digest(1), hashed = sha256(token);
+    for (const Digest& secret : {token, hashed}) {
+      CHECK(seen.find(std::string(reinterpret_cast<const char*>(secret.data()), 32)) == std::string::npos);
+    }
+  }
+}
+
+// A page behind the end of a mapped file ends the connection, not the process.
+void test_a_shard_that_shrinks(const std::shared_ptr<const TlsContext>& tls) {
+  Node node(64, wait_ns, 1, tls);
+  PeerLink link;
+  CHECK(connect(link, node).kind == Kind::none);
+  CHECK(truncate((node.folder / "shard").c_str(), 1000) == 0);
+  std::vector<RangeOutcome> outcomes;
+  CHECK(fetch(link, node, 3, 1, 100'000, outcomes, 100'000).kind == Kind::lost);
+  std::ofstream(node.folder / "shard", std::ios::binary) << node.shard;
+  node.server.hold(3, node.folder / "shard");
+  CHECK(connect(link, node).kind == Kind::none);
+  CHECK(fetch(link, node, 3, 1, 100'000, outcomes).kind == Kind::none);
+}
+
 }  // namespace
 
 int main() {
-  test_what_is_answered();
+  test_what_is_answered(nullptr);
   test_damaged_bytes_are_said();
   test_nothing_without_the_token();
   test_digests_are_compared_wherever_they_differ();
@@ -281,5 +397,13 @@ int main() {
   test_who_says_no_hello_is_closed();
   test_no_descriptors_are_left();
   test_a_server_that_is_silent_is_given_up();
-  test_threads();
+  test_threads(nullptr);
+  if (const auto tls = tls_of(1); tls != nullptr) {
+    test_what_is_answered(tls);
+    test_threads(tls);
+    test_another_key(tls, tls_of(9));
+    test_tls_on_one_side_only(tls);
+    test_nothing_is_readable(tls);
+    test_a_shard_that_shrinks(tls);
+  }
 }

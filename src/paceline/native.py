@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -58,6 +59,7 @@ SharedWords = _native.SharedWords
 SortedPlan = _native.SortedPlan
 SortedReader = _native.SortedReader
 TensorPool = _native.TensorPool
+TlsContext = _native.TlsContext
 accumulate_and_select = _native.accumulate_and_select
 acquire_buffer = _native.acquire_buffer
 codec_available = _native.codec_available
@@ -655,6 +657,11 @@ _PEER_ERRORS: dict[str, tuple[type[PacelineError], str, str]] = {
         "a node of the store serves another pack",
         "Give the index of the pack that the node serves",
     ),
+    "tls": (
+        UsageError,
+        "a node of the store and this process cannot agree on TLS",
+        "Give all nodes and readers the same token, and TLS to all or none",
+    ),
     "protocol": (
         RankLost,
         "a node of the store cannot be understood",
@@ -673,6 +680,51 @@ def peer_error(kind: str, why: str, node: str) -> PacelineError:
     """
     error_class, what, fix = _PEER_ERRORS[kind]
     return error_class(what, where=node, why=why, fix=fix)
+
+
+def tls_context(token: bytes) -> TlsContext:
+    """Return what encrypts connections between nodes and clients with one token.
+
+    Args:
+        token: its digest.
+
+    Raises:
+        Missing: there is no OpenSSL that can do it.
+    """
+    try:
+        return TlsContext(token)
+    except RuntimeError as problem:
+        raise Missing(
+            "nodes cannot use TLS here",
+            why=str(problem),
+            fix="Install OpenSSL 1.1.1 or 3 (Debian: libssl3), or leave TLS out",
+        ) from None
+
+
+class ServedCount(IntEnum):
+    """What programs and the servers of a node count in the memory of requests.
+
+    The meaning of each stands in range_requests.hpp, in this order.
+    """
+
+    LOCAL_READS = 0
+    LOCAL_BYTES = 1
+    REMOTE_READS = 2
+    PEER_BYTES = 3
+    REQUEST_SOURCE_BYTES = 4
+    PROGRAM_SOURCE_BYTES = 5
+    READ_NS = 6
+    STAGED_SOURCE_BYTES = 7
+    STAGED_PEER_BYTES = 8
+    SENT_BYTES = 9
+    PEAK_QUEUE = 10
+    PEAK_COPIES = 11
+    SERVER_STARTS = 12
+
+
+def served_counts(requests: RangeRequests) -> dict[ServedCount, int]:
+    """Return what was counted in a memory of requests so far."""
+    return dict(zip(ServedCount, requests.counts(), strict=True))
 
 
 class PeerStats(NamedTuple):

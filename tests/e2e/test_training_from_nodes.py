@@ -8,6 +8,8 @@ from launching import SCRIPTS, Launched, last_json, paceline
 from networks import network, require_networks
 
 from paceline import store
+from paceline.report.model import gather
+from paceline.trace.format.events import Kind
 
 pytest.importorskip("torch")
 Image = pytest.importorskip("PIL.Image")
@@ -46,7 +48,7 @@ def test_training_from_the_nodes_is_training_from_the_plain_folder(images, tmp_p
         tasks = [
             Launched(
                 tmp_path,
-                *("run", "--no-record", "--out", "RUN", "--nnodes", 2, "--node-rank", number),
+                *("run", "--out", "RUN", "--nnodes", 2, "--node-rank", number),
                 *("--rdzv-endpoint", f"{hosts[0][0]}:28402"),
                 *("--data", f"{images / 'pack'}:/mnt/x", TRAIN, "/mnt/x", workers),
                 prefix=prefix,
@@ -64,3 +66,10 @@ def test_training_from_the_nodes_is_training_from_the_plain_folder(images, tmp_p
     assert all(report["peer_bytes"] > 0 for report in reports)
     for task in done:
         assert task.running() == []
+    report = gather(tmp_path / "RUN")
+    assert len(report.data.nodes) == 2
+    assert report.data.headroom is not None
+    for rank in report.trace.ranks:  # each is the first of its node
+        counters = rank.events_of(Kind.COUNTER)
+        for name in ("data_local_bytes", "data_peer_bytes"):
+            assert counters["amount"][counters["name"] == rank.names.index(name)].sum() > 0

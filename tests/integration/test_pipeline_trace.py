@@ -35,6 +35,11 @@ def test_each_rank_records_its_actions_in_the_order_of_the_schedule(run):
         assert len(events) > len(trained)  # evaluations
 
 
+def test_microbatches_are_no_steps(run):
+    # A rank that is killed is said to be in the step that its trace's header counts.
+    assert [rank.marks_within_steps for rank in load_run(run).ranks] == [0, 0]
+
+
 def test_why_says_the_bubble_with_its_cause(run):
     found = last_json(paceline(run.parent, "why", "run", "--json").out)
     use, bubble = found["pipeline"], found["bubble"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paceline import store
-from paceline.native import RangeRequests
+from paceline.native import RangeRequests, ServedCount, served_counts
 from paceline.store.serve.card import NodeAddress
 from paceline.store.serve.node import NodeOptions
 from paceline.store.serve.requests import (
@@ -61,6 +61,11 @@ def settle(nodes, pack):
     raise AssertionError("the nodes do not get their shards")
 
 
+def counted(memory):
+    counts = served_counts(memory)
+    return counts[ServedCount.PEER_BYTES], counts[ServedCount.REQUEST_SOURCE_BYTES]
+
+
 def ask(service, pack, shard, attempt=0):
     out = np.zeros(1000, np.uint8)
     request = RangeRequest(slot=0, shard=shard, offset=100, length=1000, attempt=attempt)
@@ -77,14 +82,14 @@ def test_bytes_come_from_the_node_its_peer_or_the_source(pack, tmp_path):
         assert [memory.is_held(shard) for shard in (here, there)] == [True, False]
         assert ask(service, pack, here)[0] == RequestOutcome.HERE
         assert ask(service, pack, there) == (RequestOutcome.GOOD, True)
-        assert (service.counts.peer_bytes, service.counts.source_bytes) == (1000, 0)
+        assert counted(memory) == (1000, 0)
         for shard in (here, there):  # damaged where it was asked for first
             assert ask(service, pack, shard, attempt=1) == (RequestOutcome.GOOD, True)
-        assert service.counts.source_bytes == 2000
+        assert counted(memory) == (1000, 2000)
         assert ask(service, pack, there, attempt=2)[0] == RequestOutcome.NOBODY
         nodes[1].close()
         assert ask(service, pack, there) == (RequestOutcome.GOOD, True)
-        assert service.counts.source_bytes == 3000
+        assert counted(memory) == (1000, 3000)
 
 
 def test_a_shard_that_no_node_has_yet_is_copied_first_by_its_owner(pack, tmp_path):
@@ -97,11 +102,54 @@ def test_a_shard_that_no_node_has_yet_is_copied_first_by_its_owner(pack, tmp_pat
         ]
         wanted = theirs[-1]
         assert ask(service, pack, wanted) == (RequestOutcome.GOOD, True)  # of the source: no wait
-        assert service.counts.source_bytes == 1000
+        assert counted(memory) == (0, 1000)
         nodes[1].members.add(nodes[0].name)
         nodes[1].beat()  # takes note of what was asked for
         nodes[1].beat()
         nodes[1].finish_copies()
         assert wanted in nodes[1].members.held
         assert ask(service, pack, wanted) == (RequestOutcome.GOOD, True)
-        assert service.counts.peer_bytes == 1000
+        assert counted(memory) == (1000, 1000)
+
+
+def test_a_server_that_takes_over_goes_on_counting(pack, tmp_path):
+    """What a killed server had counted is in the memory of requests: nothing of it is lost."""
+    with two_nodes(pack, tmp_path) as (nodes, memory):
+        settle(nodes, pack)
+        staged = served_counts(memory)[ServedCount.STAGED_SOURCE_BYTES]
+        lengths = pack.index.shard_lengths
+        assert staged == sum(int(lengths[shard]) for shard in nodes[0].members.held) > 0
+        (there,) = list(nodes[1].members.held)[:1]
+        for count in (1, 2):
+            service = RequestService(nodes[0], memory, stage_wait_s=0.0)
+            service.start()
+            assert ask(service, pack, there) == (RequestOutcome.GOOD, True)
+            service.close()
+            counts = served_counts(memory)
+            assert counts[ServedCount.PEER_BYTES] == 1000 * count
+            assert counts[ServedCount.SERVER_STARTS] == count
+            assert counts[ServedCount.STAGED_SOURCE_BYTES] == staged
+
+
+def test_programs_hear_of_a_copy_only_when_they_can_see_it(pack, tmp_path):
+    """A shard may be here a moment before the memory says so: the program would look in vain."""
+    with two_nodes(pack, tmp_path) as (nodes, memory):
+        settle(nodes, pack)
+        service = RequestService(nodes[0], memory, stage_wait_s=0.0)
+        here = min(nodes[0].members.held)
+        memory.set_held(here, is_held=False)
+        assert ask(service, pack, here) == (RequestOutcome.GOOD, True)  # of the source: no wait
+        memory.set_held(here, is_held=True)
+        assert ask(service, pack, here)[0] == RequestOutcome.HERE
+
+
+def test_the_counts_have_names_in_the_order_of_the_core(pack):
+    memory = RangeRequests.create(pack.shard_count, 4, 1 << 16, "node")
+    for what in ServedCount:
+        memory.count(what, what + 1)
+    memory.raise_to(ServedCount.PEAK_QUEUE, 50)
+    memory.raise_to(ServedCount.PEAK_QUEUE, 40)
+    counts = {what: what + 1 for what in ServedCount} | {ServedCount.PEAK_QUEUE: 50}
+    assert served_counts(memory) == counts
+    with pytest.raises(IndexError):
+        memory.count(len(ServedCount), 1)

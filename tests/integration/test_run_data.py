@@ -78,10 +78,12 @@ def run_on(hosts, folder, *words, env=None):
     ]
 
 
-@pytest.mark.parametrize("name", ["pack", "compressed"])
-def test_programs_on_two_hosts_see_the_whole_tree_wherever_files_lie(data, tmp_path, name):
+@pytest.mark.parametrize(("name", "tls"), [("pack", False), ("compressed", True)])
+def test_programs_on_two_hosts_see_the_whole_tree_wherever_files_lie(data, tmp_path, name, tls):
     require_networks()
-    words = ("--data", f"{data / name}:/mnt/x", "/bin/sh", "-c", COMPARE, "sh")
+    (tmp_path / "token").write_text("correct horse battery staple\n")
+    encryption = ("--data-tls", "--data-token-file", tmp_path / "token") if tls else ()
+    words = (*encryption, "--data", f"{data / name}:/mnt/x", "/bin/sh", "-c", COMPARE, "sh")
     with network(2) as hosts:
         tasks = run_on(hosts, tmp_path, *words, "/mnt/x", data / "plain")
         done = [task.wait() for task in tasks]
@@ -91,6 +93,8 @@ def test_programs_on_two_hosts_see_the_whole_tree_wherever_files_lie(data, tmp_p
     copied = sum(report["source_bytes"] for report in found)
     assert copied == shard_bytes(data / name), (found, done[0].err + done[1].err)
     assert all(report["peer_bytes"] > 0 for report in found)
+    # Also of the file that lies in many shards, of which each node has some.
+    assert all(report["program_source_bytes"] == 0 for report in found)
     assert sorted(report["node"].split(":")[0] for report in found) == [host for host, _ in hosts]
     for task in done:
         assert_gone(task)
@@ -199,7 +203,9 @@ def test_a_server_that_is_killed_is_named_and_costs_no_file(data, tmp_path, whic
     assert [task.out.split(maxsplit=1)[1] for task in done] == ["True 61 0 []\n"] * 2
     assert re.search(r"data server.* 127\.0\.0\.1:\d+", done[1].err)
     assert said in done[1].err
-    assert len(reports(tmp_path / "RUN")) == 2 - which
+    found = reports(tmp_path / "RUN")  # also of the server that was killed
+    assert [report["server_starts"] for report in found] == [1, 2 - which]
+    assert all(report["local_reads"] > 0 for report in found)
     for task in done:
         assert_gone(task)
 
@@ -341,7 +347,7 @@ def test_tasks_of_a_slurm_step_share_the_server_of_their_node(data, tmp_path):
 
 
 def test_replicas_serve_what_a_killed_server_held(data, tmp_path):
-    """Three nodes: two of them have each shard, so no file is read from the source."""
+    """Three nodes, of which two have each shard: who still has a server needs no source."""
     script = tmp_path / "paused.py"
     script.write_text(PAUSED)
     flags = tmp_path / "flags"
@@ -369,6 +375,7 @@ def test_replicas_serve_what_a_killed_server_held(data, tmp_path):
         done = [task.wait() for task in tasks]
     assert [task.code for task in done] == [0] * 3, [task.err for task in done]
     assert [task.out.split(maxsplit=1)[1] for task in done] == ["True 61 0 []\n"] * 3
-    found = reports(tmp_path / "RUN")  # of the two that were not killed
-    assert len(found) == 2
-    assert sum(report["source_bytes"] for report in found) <= shard_bytes(data / "pack")
+    found = reports(tmp_path / "RUN")  # also of the server that was killed
+    assert [report["program_source_bytes"] > 0 for report in found] == [False, False, True]
+    copied = sum(report["source_bytes"] - report["program_source_bytes"] for report in found)
+    assert copied == shard_bytes(data / "pack")

@@ -191,6 +191,82 @@ def test_no_loss_and_data_dependent_models_are_explained():
     assert "`return x if x.sum().item() > 0 else -x`" in caught.value.where
 
 
+def test_a_model_that_branches_on_values_is_captured_where_it_may_run():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x) if x.sum().item() > 0 else x
+
+    module = Branches()
+    before = module.layer.weight.clone()
+    step = TrainingStep(
+        module=module,
+        inputs=torch.ones(2, 4),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    with pytest.raises(UsageError, match="cannot be captured") as caught:
+        capture(step)
+    assert "--compute measured" in caught.value.fix
+    workload = capture(step, runs=True)
+    assert any(
+        operation.operator == "matmul"
+        for layer in workload.layers
+        for operation in layer.operations
+    )
+    assert torch.equal(module.layer.weight, before)  # a copy was trained
+
+
+class Attends(nn.Module):
+    """Fused attention with a table that is neither parameter nor buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+        self.scale = torch.ones(1)
+
+    def forward(self, x):
+        parts = [part.view(2, 64, 2, 16).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)]
+        return nn.functional.scaled_dot_product_attention(*parts, is_causal=True) * self.scale
+
+
+def test_the_meta_device_is_captured_as_the_cpu_is():
+    here = capture(TrainingStep(module=Attends(), inputs=torch.zeros(2, 64, 32)))
+    with torch.device("meta"):
+        meta = TrainingStep(module=Attends(), inputs=torch.zeros(2, 64, 32))
+    assert capture(meta).layers == here.layers
+    assert capture(meta).peak_bytes == here.peak_bytes
+
+
+def test_passes_that_accumulate_are_counted_and_keep_the_activations_of_one():
+    module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    settings = {"module": module, "inputs": torch.zeros(4, 8)}
+    once, thrice = (capture(TrainingStep(**settings, accumulation=count)) for count in (1, 3))
+    assert thrice.flops == 3 * once.flops
+    assert thrice.saved_bytes == once.saved_bytes
+    assert (once.accumulation, thrice.accumulation) == (1, 3)
+    with pytest.raises(UsageError, match="accumulation must be at least 1"):
+        TrainingStep(**settings, accumulation=0)
+
+
+def test_the_peak_is_of_what_is_alive_at_the_same_time():
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            for _ in range(4):  # nothing is saved: each result dies when the next one is there
+                x = x.relu_() + 1.0
+            return x * self.weight
+
+    size = 1 << 20
+    workload = capture(TrainingStep(module=Chain(), inputs=torch.zeros(size // 4)))
+    assert 2 * size <= workload.peak_bytes < 4 * size
+
+
 class Batch(NamedTuple):
     """Two inputs with names."""
 

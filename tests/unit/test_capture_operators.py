@@ -44,17 +44,12 @@ def test_a_fused_lstm_is_its_products_one_of_them_once_a_time_step(bidirectional
     weights = gates * (FEATURES + WIDTH)
     assert phase_flops(workload, "forward") == directions * 2 * STEPS * BATCH * weights
     assert phase_flops(workload, "backward") == 2 * phase_flops(workload, "forward")
-    by_step = {operation.count: operation.flops for operation in operations(workload)}
-    assert by_step[STEPS * directions] in (0, 2 * BATCH * gates * WIDTH)
-    products = [
+    pieces = [
         (operation.count, operation.flops)
         for operation in operations(workload)
-        if operation.operator == "matmul"
+        if operation.operator == "recurrent"
     ]
-    assert products == [
-        (directions, 2 * STEPS * BATCH * gates * FEATURES),
-        (directions * STEPS, 2 * BATCH * gates * WIDTH),
-    ]
+    assert pieces == [(directions * STEPS, 2 * BATCH * weights)]
 
 
 @pytest.mark.parametrize(("cell", "gates"), [(nn.GRU, 3), (nn.RNN, 1)])
@@ -151,14 +146,72 @@ def test_a_sparse_embedding_bag_moves_its_rows_and_not_its_table(mode):
     assert workload.parameter_bytes == ROWS * COLUMNS * 4
 
 
+class Repeats(torch.optim.SGD):
+    """Runs the model in its step."""
+
+    def step(self, closure):
+        return closure()
+
+
 def test_an_optimizer_that_runs_the_model_is_refused_with_what_to_plan_instead():
     step = TrainingStep(
-        module=nn.Linear(3, 3), inputs=torch.zeros(2, 3), optimizer=torch.optim.LBFGS
+        module=nn.Linear(3, 3), inputs=torch.zeros(2, 3), optimizer=lambda p: Repeats(p, lr=0.1)
     )
-    with pytest.raises(UsageError, match="a step of LBFGS cannot be predicted") as caught:
+    with pytest.raises(UsageError, match="a step of Repeats cannot be predicted") as caught:
         capture(step)
     assert "closure" in caught.value.why
     assert "SGD" in caught.value.fix
+
+
+def test_an_update_of_lbfgs_runs_the_model_once_an_iteration_and_keeps_its_history():
+    def lbfgs(parameters):
+        return torch.optim.LBFGS(parameters, max_iter=7, history_size=5)
+
+    once = capture(TrainingStep(module=nn.Linear(3, 4), inputs=torch.zeros(2, 3), optimizer=sgd))
+    many = capture(TrainingStep(module=nn.Linear(3, 4), inputs=torch.zeros(2, 3), optimizer=lbfgs))
+    size = 4 * (3 * 4 + 4)
+    assert phase_flops(many, "forward") == 7 * phase_flops(once, "forward")
+    assert many.optimizer_bytes == (2 * 5 + 3) * size
+    updates = [operation.count for operation in operations(many, "optimizer")]
+    assert updates == [7 * 2 * 5, 7 * (2 * 5 + 10)]
+
+
+# --- kinds of convolutions and of updates ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "operator"),
+    [
+        (nn.Conv2d(4, 8, 3), (2, 4, 8, 8), "convolution"),
+        (nn.Conv2d(8, 8, 3, groups=2), (2, 8, 8, 8), "convolution"),
+        (nn.Conv2d(8, 8, 3, groups=8), (2, 8, 8, 8), "depthwise"),
+        (nn.ConvTranspose2d(4, 8, 3), (2, 4, 8, 8), "transposed"),
+        (nn.Conv1d(4, 8, 3), (2, 4, 8), "convolution_1d"),
+        (nn.GroupNorm(2, 4), (2, 4, 8), "group_norm"),
+        (nn.Upsample(scale_factor=2, mode="bilinear"), (2, 4, 8, 8), "upsampling"),
+    ],
+)
+def test_layers_with_kernels_of_their_own_have_a_class_of_their_own(layer, shape, operator):
+    workload = capture(TrainingStep(module=layer, inputs=torch.zeros(shape, requires_grad=True)))
+    for phase in ("forward", "backward"):
+        assert operator in {operation.operator for operation in operations(workload, phase)}
+
+
+@pytest.mark.parametrize("kind", ["foreach", "fused"])
+def test_an_update_of_a_list_counts_each_parameter(kind):
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    workload = capture(
+        TrainingStep(
+            module=module,
+            inputs=torch.zeros(2, 3),
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1, **{kind: True}),
+        )
+    )
+    updates = [
+        operation for operation in operations(workload, "optimizer") if operation.operator == kind
+    ]
+    assert sum(operation.count for operation in updates) == 4
+    assert not any(operation.assumed for operation in updates)
 
 
 # --- batches -------------------------------------------------------------------------------------

@@ -133,6 +133,27 @@ def test_a_class_without_figures_costs_what_an_elementwise_one_does():
     assert estimate(machine, workload, Plan()).breakdown.forward == pytest.approx(2e-3)
 
 
+def test_a_class_of_later_machines_costs_what_the_nearest_one_does():
+    machine = make_machine(
+        overheads=(overhead("convolution", "forward", 5e-3),),
+        rates=(rate("convolution", 1e9, unit="flops"), rate("elementwise", 1e3)),
+    )
+    costs = CostModel(machine.devices[0], threads=1, processes=1, step_bytes=0, precision="float32")
+    own = costs.cost(operation("forward", "convolution", flops=10**6, bytes_=8))
+    assert costs.cost(operation("forward", "depthwise", flops=10**6, bytes_=8)) == own
+    assert own.total_s == pytest.approx(6e-3)
+
+
+def test_equal_layers_cost_the_same_and_are_computed_once():
+    costs = CostModel(
+        make_machine().devices[0], threads=1, processes=1, step_bytes=0, precision="float32"
+    )
+    first, second = ((operation("forward", flops=10**6, bytes_=8),) for _ in range(2))
+    assert first is not second
+    assert costs.layer(first) is costs.layer(second)
+    assert costs.layer(first).phases["forward"] == costs.cost(first[0])
+
+
 def test_a_class_with_two_rates_pays_both():
     rates = (
         rate("elementwise", 1e8),
@@ -253,6 +274,31 @@ def test_data_parallel_pays_for_gradients_buffers_and_the_wrapper():
     assert result.memory_bytes["buckets"] == MIB
     over_network = estimate(machine, workload, Plan(mesh=Mesh(data=2), nodes=2))
     assert set(over_network.link_bytes) == {"network"}
+
+
+def test_accumulated_gradients_are_reduced_in_the_last_backward_pass():
+    layers = tuple(
+        Layer(
+            name=name,
+            kind="Linear",
+            parameter_bytes=(30 * MIB,),
+            operations=(operation("backward", flops=4 * 10**6, count=1),),
+        )
+        for name in ("first", "second")
+    )
+    costs = (collective("all_reduce", 3e-3, 1e15),)
+    machine = dataclasses.replace(make_machine(), collectives=costs)
+    plan = Plan(mesh=Mesh(data=2), threads=1, bucket_bytes=30 * MIB)
+    exposed = [
+        estimate(
+            machine,
+            Workload(name="w", batch=1, input_bytes=0, layers=layers, accumulation=passes),
+            plan,
+        ).breakdown.transfer
+        for passes in (1, 4)
+    ]
+    # One pass: a bucket is ready at half time. Four: at 7 eighths, so that less of it is hidden.
+    assert exposed[0] < exposed[1]
 
 
 def test_frozen_parameters_need_no_gradients_buckets_or_all_reduce():

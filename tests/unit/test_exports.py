@@ -111,6 +111,15 @@ EXPORTS = {
     "launch.startup": [],
     "launch.rendezvous": [],
     "perf": ["choose_buckets", "divide", "estimate"],
+    "perf.transformer": [
+        "Architecture",
+        "MeasuredStep",
+        "Risks",
+        "estimate_transformer",
+        "fit_efficiency",
+        "read_architecture",
+        "with_efficiency",
+    ],
     "probe": [],
     "report": [],
     "report.advice": [],
@@ -264,6 +273,7 @@ EXPORTS = {
         "parameter_groups",
         "square_root_scaling",
     ],
+    "training.measured": [],
     "training.out_of_core": [],
     "training.tensor_parallel": [
         "DividedLayer",

@@ -167,7 +167,12 @@ def asks_gradients(x, _module):
     return x * 2 if torch.is_grad_enabled() else x
 
 
+def asks_for_a_class(x, module):
+    return x if isinstance(x, torch.Tensor) else -x  # a Proxy is none
+
+
 HIDDEN = {
+    asks_for_a_class: "isinstance",
     draws_python: "random numbers",
     draws_numpy: "random numbers",
     draws_torch: "random numbers",
@@ -199,6 +204,7 @@ def test_what_a_graph_does_not_have_is_seen_in_functions_that_a_forward_pass_cal
     assert random.getstate() == states[0]
     assert torch.equal(torch.get_rng_state(), states[1])
     assert type(nn.Linear(1, 1).training) is bool
+    assert isinstance.__module__ == "builtins"
     if function is not follows_mode:
         with pytest.raises(UsageError, match=f"it uses {HIDDEN[function]}, which a graph"):
             capture(Calls(function))

@@ -2,18 +2,22 @@
 //
 //     header (32 bytes)   magic "PCLN" | version | kind | id | shard | count | body_bytes
 //
-//     client              server
-//     hello  ----------->           body: SHA-256 of the token, SHA-256 of the pack's identity
-//            <----------- welcome   body: the node's card (JSON), at most max_card_bytes
-//     read   ----------->           body: `count` Ranges, all of `shard`, at most max_ranges
-//            <----------- data      body: the bytes of these ranges, end to end
-//            <----------- refused   count: Refusal; body: nothing. Of not_held the connection lives on.
-//     card   ----------->           body: the name of the node that asks, or nothing
-//            <----------- welcome
+//     client                server
+//     hello  ----------->             body: a nonce
+//            <----------- challenge   body: a nonce
+//     proof  ----------->             body: proof of the token (peer_proof.hpp), SHA-256 of the pack's identity
+//            <----------- welcome     body: the node's own proof, then its card (JSON), at most max_card_bytes
+//     read   ----------->             body: `count` Ranges, all of `shard`, at most max_ranges
+//            <----------- data        body: the bytes of these ranges, end to end
+//            <----------- refused     count: Refusal; body: nothing. Of not_held the connection lives on.
+//     card   ----------->             body: the name of the node that asks, or nothing
+//            <----------- welcome     body: the card
 //
-// Replies come in the order of the requests. Whatever else arrives closes the connection.
+// Replies come in the order of the requests. Whatever else arrives closes the connection. With TLS
+// (tls.hpp), all of it is encrypted.
 #pragma once
 
+#include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -23,9 +27,9 @@ namespace paceline {
 static_assert(std::endian::native == std::endian::little);
 
 constexpr std::uint32_t peer_magic = 0x4e4c4350;  // "PCLN"
-constexpr std::uint16_t peer_version = 1;
+constexpr std::uint16_t peer_version = 2;
 
-enum class FrameKind : std::uint16_t { hello = 1, welcome, read, data, refused, card };
+enum class FrameKind : std::uint16_t { hello = 1, welcome, read, data, refused, card, challenge, proof };
 enum class Refusal : std::uint32_t { not_held = 1, bad_range, wrong_token, wrong_pack };
 
 struct FrameHeader {
@@ -46,7 +50,9 @@ struct ByteRange {  // of a shard's file
 static_assert(sizeof(ByteRange) == 16);
 
 constexpr std::size_t digest_bytes = 32;
-constexpr std::size_t hello_bytes = 2 * digest_bytes;
+using Digest = std::array<std::byte, digest_bytes>;
+constexpr std::size_t hello_bytes = digest_bytes;
+constexpr std::size_t proof_bytes = 2 * digest_bytes;
 constexpr std::uint32_t max_ranges = 1024;
 // After so many bytes a client begins another read. A longer range is a read of its own: the server
 // sends it from the mapped file, so that its memory does not depend on it.

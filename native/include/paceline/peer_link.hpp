@@ -8,18 +8,19 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "paceline/peer_frames.hpp"
-#include "paceline/peer_server.hpp"
+#include "paceline/tls.hpp"
 
 namespace paceline {
 
 struct PeerError {
-  enum class Kind : std::uint8_t { none, lost, deadline, token, pack, protocol, interrupted };
+  enum class Kind : std::uint8_t { none, lost, deadline, token, pack, protocol, interrupted, tls };
   Kind kind = Kind::none;
   std::string why;
 };
@@ -45,9 +46,11 @@ class PeerLink {
   PeerLink(const PeerLink&) = delete;
   PeerLink& operator=(const PeerLink&) = delete;
 
-  // Connects and says hello. `card` becomes what the node says of itself.
+  // Connects; each side proves to the other that it has the token. `card` becomes what the node says of
+  // itself. With `tls`, all is encrypted.
   PeerError connect(const std::string& host, std::uint16_t port, const Digest& token,
-                    const Digest& pack, std::uint64_t wait_ns, std::string& card);
+                    const Digest& pack, std::uint64_t wait_ns, std::string& card,
+                    std::shared_ptr<const TlsContext> tls = nullptr);
   // Asks for the card again. `caller`: name of the node that asks; "" if it is none.
   PeerError ask_card(std::uint64_t wait_ns, const std::string& caller, std::string& card);
   // Fetches ranges, neighbours of the same shard in one request. Says of each what became of it; after
@@ -60,10 +63,15 @@ class PeerLink {
  private:
   struct Frame;  // ranges [first, end) of one request
 
+  PeerError reach(const std::string& host, std::uint16_t port);
+  PeerError begin_tls(std::shared_ptr<const TlsContext> context);
+  PeerError introduce(const Digest& token, const Digest& pack, std::string& card);
   PeerError send_all(const void* data, std::size_t size);
+  PeerError send_frame_of(const FrameHeader& header, std::span<const std::byte> body);
   PeerError receive(std::byte* target, std::size_t size);
+  PeerError wait_again();
   PeerError receive_header(FrameHeader& header, std::uint64_t id);
-  PeerError receive_card(std::uint64_t id, std::string& card);
+  PeerError receive_body_of(FrameKind kind, std::uint64_t id, std::uint64_t most_bytes, std::string& body);
   PeerError receive_frame(std::span<const WantedRange> wanted, std::span<RangeOutcome> outcomes,
                           const Frame& frame);
   PeerError send_frame(std::span<const WantedRange> wanted, const Frame& frame);
@@ -75,6 +83,7 @@ class PeerLink {
 
   std::mutex mutex_;
   std::atomic<int> fd_{-1};  // changed by who has the mutex
+  std::unique_ptr<TlsStream> tls_;
   std::uint64_t next_id_ = 1;
   std::uint64_t deadline_ns_ = 0;  // of what is under way, as is the next
   const Interrupted* interrupted_ = nullptr;

@@ -5,7 +5,6 @@
 // max_pending_reads requests of max_ranges.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -19,13 +18,9 @@
 #include <vector>
 
 #include "paceline/peer_frames.hpp"
+#include "paceline/tls.hpp"
 
 namespace paceline {
-
-using Digest = std::array<std::byte, digest_bytes>;
-
-// Takes the same time wherever the digests differ.
-bool equal_in_constant_time(std::span<const std::byte> a, std::span<const std::byte> b) noexcept;
 
 struct PeerServerOptions {
   std::string host = "127.0.0.1";  // a numeric address
@@ -33,9 +28,10 @@ struct PeerServerOptions {
   int listener = -1;               // or a socket that listens already; the server closes it
   Digest token{};                  // of the token; of "" where none is needed
   Digest pack{};                   // of the identity of the pack
+  std::shared_ptr<const TlsContext> tls{};  // null: nothing is encrypted
   unsigned threads = 1;
   std::size_t max_connections = 1024;
-  std::uint64_t hello_ns = 5'000'000'000;  // in which a connection must say hello
+  std::uint64_t hello_ns = 5'000'000'000;  // in which a connection must prove its token
 };
 
 struct PeerServerStats {

@@ -31,6 +31,25 @@ enum class ServerState : std::uint32_t { starting = 0, serving = 1, ended = 2 };
 // What became of a request. `here`: the shard has come here meanwhile.
 enum class RequestOutcome : std::uint32_t { good = 1, nobody = 2, here = 3, lost = 4, late = 5 };
 
+// What programs and the servers of a node have done so far. The memory outlives a server that is killed, and so
+// do these: the server that follows goes on counting. Reads are of whole files, or of pieces of large ones.
+enum class ServedCount : std::uint32_t {
+  local_reads,           // of programs, from files of this node
+  local_bytes,
+  remote_reads,          // of programs, through this node's server
+  peer_bytes,            // of these, from other nodes
+  request_source_bytes,  // of these, from the source
+  program_source_bytes,  // read from the source by programs themselves
+  read_ns,               // that programs spent in all of these, summed over their threads
+  staged_source_bytes,   // copied to this node from the source
+  staged_peer_bytes,     // copied from other nodes
+  sent_bytes,            // to other nodes
+  peak_queue,            // most requests that waited at a time
+  peak_copies,           // most shards that this node still had to copy
+  server_starts,
+};
+constexpr std::size_t served_counts = 13;
+
 // Thread-safe, and safe to use in a forked child; between processes as well.
 class RangeRequests {
  public:
@@ -66,6 +85,11 @@ class RangeRequests {
   // Waits until the server serves; false: it ended, or the time is over.
   bool await_serving(std::uint64_t wait_ns) const;
 
+  // --- all ---
+  void count(ServedCount what, std::uint64_t amount) noexcept;
+  void raise(ServedCount what, std::uint64_t least) noexcept;  // to at least this
+  std::uint64_t counted(ServedCount what) const noexcept;
+
   // --- the server ---
   void set_state(ServerState state) noexcept;  // also wakes all that wait
   void set_held(std::uint32_t shard, bool is_held) noexcept;
@@ -73,6 +97,7 @@ class RangeRequests {
   std::optional<Request> take(std::uint64_t wait_ns);
   std::span<std::byte> room(std::uint32_t slot) const noexcept;
   void finish(std::uint32_t slot, RequestOutcome outcome) noexcept;
+  std::uint32_t queue_length() const noexcept;  // requests that were not answered yet
   void wake_server() noexcept;
   // Takes over from a server that was killed: what it had taken is asked for again.
   void recover() noexcept;

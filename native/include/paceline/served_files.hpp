@@ -31,14 +31,29 @@ class ServedFiles {
   ServedFiles& operator=(const ServedFiles&) = delete;
 
   bool is_here(const PackReader& reader, std::uint64_t sample) const;
+  // Counts a read of a file that is here.
+  void note_local(std::uint64_t bytes) noexcept;
+  // Counts the time until its end as spent reading; null: counts nothing.
+  class Timed {
+   public:
+    explicit Timed(const ServedFiles* files) noexcept;
+    ~Timed();
+    Timed(const Timed&) = delete;
+    Timed& operator=(const Timed&) = delete;
+
+   private:
+    const ServedFiles* files_;
+    std::uint64_t begin_ns_;
+  };
   // Reads a sample from wherever it is. Throws PackError.
   void read(const PackReader& reader, std::uint64_t sample, std::byte* target);
 
  private:
-  enum class Fetched : std::uint8_t { yes, is_here_now, no };
-
-  // `tried`: how many of those that have it, this node first, have it damaged.
-  Fetched fetch(const PackReader& reader, std::uint64_t sample, std::span<std::byte> target,
+  // Gets the extents of a sample, of which some may be here. `tried`: how many of those that have it, this
+  // node first, have it damaged.
+  void read_anywhere(const PackReader& reader, std::uint64_t sample, std::byte* target);
+  void count(ServedCount what, std::uint64_t amount) const noexcept;
+  bool fetch(const PackReader& reader, std::uint64_t sample, std::span<std::byte> target,
                 std::uint32_t tried, std::string& why);
   void read_source(const PackReader& reader, std::uint64_t sample, std::byte* target,
                    const std::string& why);

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from paceline.cli.plan_model import (
+    print_machines,
+    print_transformer,
+    refuse_other_flags,
+    refuse_transformer_flags,
+    transformer_flags,
+)
+
 if TYPE_CHECKING:
     from paceline.core.allocator import AllocatorChoice
+    from paceline.core.measured_step import ComputeChoice
     from paceline.core.plan import CollectivesChoice, EngineChoice, PipelineChoice, StrategyChoice
 
 
 @click.command(
     epilog="""\b
 Example: paceline plan examples/digits_step.py:step -n 2
+  nothing runs: paceline plan examples/digits_step.py:step --compute rates
   in stages: paceline plan examples/digits_step.py:step -n 4 --strategy auto
+  a transformer: paceline plan --model config.json --machine selene --nodes 4 --tensor 8 --zero 1
 """
 )
-@click.argument("target", metavar="FILE.py:FUNCTION")
+@click.argument("target", metavar="[FILE.py:FUNCTION]", required=False)
 @click.option("-n", "--ranks", type=click.IntRange(min=1), default=1, help="Ranks [default: 1].")
 @click.option(
-    "--machine", type=click.Path(path_type=Path), help="Machine file [default: this host's probe]."
+    "--machine",
+    type=click.Path(path_type=Path),
+    help="Machine file, or a name of --machines [default: this host's probe].",
 )
 @click.option(
     "--threads", type=click.IntRange(min=1), help="Threads per rank [default: cores / ranks]."
@@ -84,13 +97,22 @@ Example: paceline plan examples/digits_step.py:step -n 2
     "with --partitions, of each stage.",
 )
 @click.option(
+    "--compute",
+    type=click.Choice(["auto", "measured", "rates"]),
+    default="auto",
+    help="measured: run a few steps here and time each distinct operator; rates: the machine's "
+    "rates of operator classes, nothing runs; auto: measured if the machine is this host and the "
+    "step runs [default: auto].",
+)
+@click.option(
     "--out",
     type=click.Path(path_type=Path),
     help="File to write the plan to, for paceline run --plan; an older plan there is replaced.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the estimate as JSON on stdout.")
+@transformer_flags
 def plan(
-    target: str,
+    target: str | None,
     ranks: int,
     machine: Path | None,
     threads: int | None,
@@ -104,20 +126,36 @@ def plan(
     schedule: PipelineChoice,
     batch: int | None,
     budget: str | None,
+    compute: ComputeChoice,
     out: Path | None,
     as_json: bool,
+    machines: bool,
+    model: str | None,
+    **flags: Any,
 ) -> None:
-    """Predict step time and memory of a model on this machine.
+    """Predict step time and memory of a model on this machine, or of a transformer on any.
 
     With --strategy or --partitions the model's layers are divided into stages of equal cost, one on
     each rank, and the order in which they compute microbatches is replayed.
 
     FUNCTION takes no argument and returns a tuple or dict of module, inputs, target, loss_fn and
-    optimizer (a function of the parameters). The model is captured with fake tensors (shapes
-    without data): it is neither run nor changed. Warnings below the tables say what makes the
-    prediction less certain: too little memory, operators whose rate was not measured, a machine
-    that was busy while it was probed, an extrapolation.
+    optimizer (a function of the parameters). A JSON file with a Workload, or a plan file with one,
+    takes its place where torch is not installed. The model is captured with fake tensors (shapes
+    without data). With --compute measured, and by default on the host that was probed, a few steps
+    run in processes of their own, as many at once as ranks. Warnings below the tables say what
+    makes the prediction less certain: too little memory, operators whose rate was not measured, a
+    machine that was busy while it was probed, an extrapolation.
     """
+    if machines:
+        print_machines(as_json=as_json)
+        return
+    if model is not None:
+        refuse_other_flags(target)
+        shared = {"batch": batch or 0, "schedule": schedule}
+        print_transformer(model, machine, {**flags, **shared}, as_json=as_json)
+        return
+    refuse_transformer_flags(target, flags)
+    assert target is not None
     from paceline.core.config import parse_size
     from paceline.core.file_kind import FileKind, prepare_output
     from paceline.core.files import commit_text
@@ -141,6 +179,7 @@ def plan(
             batch=batch,
             fit_bytes=parse_size(budget) if budget else None,
             buckets="auto" if buckets == "auto" else parse_size(buckets) if buckets else None,
+            compute=compute,
         ),
     )
     assert planned.estimate is not None

@@ -107,6 +107,29 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
 )
 @click.option("--data-replicas", type=int, help="Copies of each part, on other nodes [default: 1].")
 @click.option(
+    "--data-tls/--no-data-tls", default=None, help="Encrypt it between nodes [default: no]."
+)
+@click.option(
+    "--data-token-file",
+    metavar="FILE",
+    help="Secret of the nodes, in a file that all launchers can read and others cannot [default: "
+    "one is made, and goes from launcher to launcher in the clear].",
+)
+@click.option(
+    "--output",
+    "outputs",
+    metavar="FOLDER:/PATH",
+    multiple=True,
+    help="Ranks write files below /PATH to local storage; each is copied to FOLDER in the "
+    "background once it is closed; may be repeated.",
+)
+@click.option(
+    "--output-limit",
+    metavar="SIZE",
+    help="Bytes on a node that may wait to be copied, as 16GiB; then closing a file waits "
+    "[default: as many as there is room for].",
+)
+@click.option(
     "--machine",
     type=click.Path(path_type=Path),
     help="Machine file (from paceline probe) to store in the run's folder, for comparison with "
@@ -145,6 +168,10 @@ def run(
     data: tuple[str, ...],
     data_folder: str | None,
     data_replicas: int | None,
+    data_tls: bool | None,
+    data_token_file: str | None,
+    outputs: tuple[str, ...],
+    output_limit: str | None,
     tag_output: bool | None,
     nnodes: str | None,
     node_rank: int | None,
@@ -198,6 +225,10 @@ def run(
         "data": list(data) or None,
         "data_folder": data_folder,
         "data_replicas": data_replicas,
+        "data_tls": data_tls,
+        "data_token_file": data_token_file,
+        "outputs": list(outputs) or None,
+        "output_limit_bytes": parse_size(output_limit) if output_limit else None,
         "tag_output": tag_output,
         "nnodes": parse_nnodes(nnodes) if nnodes is not None else None,
         "node_rank": node_rank,

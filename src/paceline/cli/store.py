@@ -282,6 +282,7 @@ def repair(
 @click.option("--local", type=click.Path(path_type=Path), help="Folder for this node's shards.")
 @click.option("--replicas", default=1, help="Copies of each shard; the same on all nodes.")
 @click.option("--token-file", type=click.Path(path_type=Path), help="File with the nodes' secret.")
+@click.option("--tls", is_flag=True, help="Encrypt what nodes send; the same on all nodes.")
 @click.option(
     "--everywhere",
     multiple=True,
@@ -302,6 +303,7 @@ def serve(
     stage_rate: float,
     threads: int,
     *,
+    tls: bool,
     as_json: bool,
 ) -> None:
     """Serve shards of PACK to other nodes, until interrupted.
@@ -309,6 +311,7 @@ def serve(
     Without --local all shards are served from where PACK lies. With it, this node copies its share
     of the shards there, in the background, and serves those. --listen is the name by which peers
     and clients know this node. An address that other machines can reach needs --token-file.
+    With --tls, what nodes send is encrypted with a key that follows from that secret.
     """
     from paceline.core.files import read_text
     from paceline.store.serve.card import NodeAddress
@@ -320,6 +323,7 @@ def serve(
         local=local,
         replicas=replicas,
         token=read_text(token_file).strip() if token_file else "",
+        tls=tls,
         everywhere=everywhere,
         source_bytes_per_s=stage_rate,
         threads=threads,

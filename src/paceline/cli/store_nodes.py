@@ -59,10 +59,11 @@ def fit_nodes(
 @click.argument("path", metavar="PACK")
 @click.option("--nodes", required=True, help="HOST:PORT of nodes, separated by commas.")
 @click.option("--token-file", type=click.Path(path_type=Path), help="File with the nodes' secret.")
+@click.option("--tls", is_flag=True, help="As the nodes were started.")
 @click.option("--wait", "wait_s", default=5.0, help="Seconds to wait for a node's answer.")
 @click.option("--json", "as_json", is_flag=True, help=_JSON_HELP)
 def node_status(
-    path: str, nodes: str, token_file: Path | None, wait_s: float, as_json: bool
+    path: str, nodes: str, token_file: Path | None, tls: bool, wait_s: float, as_json: bool
 ) -> None:
     """Print what the nodes that serve PACK hold, have read and sent, and have left to copy.
 
@@ -77,7 +78,7 @@ def node_status(
 
     token = read_text(token_file).strip() if token_file else ""
     with open_packed(path, index_only=True) as pack:
-        connect = tcp_connector(pack.identity, token)
+        connect = tcp_connector(pack.identity, token, tls=tls)
         lengths = [int(length) for length in pack.index.shard_lengths]
     names = [name for name in nodes.split(",") if name]
     reports = ask_nodes(names, connect, wait_s)

@@ -35,6 +35,7 @@ def why(run: Path | None, verbose: bool, as_json: bool) -> None:
         names = ["version", "run", "state", "verdict", "cautions", "advice"]
         names += ["exit_code", "failure", "nan", "step_rule", "stragglers", "shifts", "host_work"]
         names += ["loader_stages_s", "collective_paths", "pipeline", "bubble", "spilling"]
+        names += ["data"]
         click.echo(json.dumps({"kind": "why", **{name: everything[name] for name in names}}))
         return
     console = Console(highlight=False)

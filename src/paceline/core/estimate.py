@@ -163,6 +163,10 @@ class Estimate(Record):
             extrapolation.
         memory_fit: with a memory budget, what goes where; None without one.
         fitted_step_s: of a pipeline with a memory budget: the step of stages that keep it; else 0.
+        fullest_rank: of the pipeline, whose memory `memory_bytes` has.
+        batch: samples of a step over all replicas; 0: that of the captured step.
+        checkpoint_interval_s: between two checkpoints, where failures were given; else 0.
+        useful_share: of the time that failures and checkpoints leave, 0 to 1.
     """
 
     version: ClassVar[int] = 2
@@ -191,6 +195,10 @@ class Estimate(Record):
     warnings: tuple[str, ...] = ()
     memory_fit: MemoryFit | None = None
     fitted_step_s: float = 0.0
+    fullest_rank: int = 0
+    batch: int = 0
+    checkpoint_interval_s: float = 0.0
+    useful_share: float = 1.0
 
     @classmethod
     def upgrade(cls, data: dict[str, Any], from_version: int) -> dict[str, Any]:

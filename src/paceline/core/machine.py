@@ -16,6 +16,7 @@ so both are part of a rate's key, instead of being folded into a peak that no pr
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -27,7 +28,7 @@ from paceline.core.record import Record
 if TYPE_CHECKING:
     from paceline.core.plan import CollectivesChoice
 
-Source = Literal["datasheet", "probe", "fit"]
+Source = Literal["datasheet", "probe", "fit", "recalled"]
 Phase = Literal["forward", "backward", "optimizer"]
 StepPhase = Literal[
     "input",
@@ -45,12 +46,21 @@ StepPhase = Literal[
 Operator = Literal[
     "matmul",
     "convolution",
+    "convolution_1d",
+    "depthwise",
+    "transposed",
+    "recurrent",
     "attention",
     "batch_norm",
     "layer_norm",
+    "group_norm",
     "softmax",
     "pooling",
+    "upsampling",
     "embedding",
+    "embedding_bag",
+    "foreach",
+    "fused",
     "elementwise",
     "transcendental",
     "random",
@@ -64,16 +74,107 @@ class Quantity(Record):
 
     Attributes:
         value: in the unit of the field that holds it.
-        source: a maker's datasheet, a probe of this machine, or a fit to several measurements.
+        source: a maker's datasheet, a probe of this machine, a fit to several measurements, or
+            ``recalled``: a published figure that was written down from memory, not read again.
         low: lower end of the interval: the smallest value that any single round of a probe gave, or
             the lower end of a fit's 95 % interval. None where it is not known.
         high: upper end of that interval.
+        reference: document that has the number; empty for a measured one.
     """
 
     value: float
     source: Source
     low: float | None = None
     high: float | None = None
+    reference: str = ""
+
+
+def _refuse_outside(
+    key: str,
+    quantity: Quantity,
+    *,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    most: float = math.inf,
+) -> None:
+    """Raise an error for a number that no machine can have; the reader of a file adds its name.
+
+    Raises:
+        ConfigError: it is none, or outside of its range.
+    """
+    value = quantity.value
+    if math.isfinite(value) and value > above and least <= value <= most:
+        return
+    low = f"above {above:g}" if above > -math.inf else f"at least {least:g}"
+    high = f" and at most {most:g}" if most < math.inf else ""
+    raise ConfigError(f"'{key}' is {value:g}", where="Machine", fix=f"Give a number {low}{high}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeakRate(Record):
+    """What a device reaches at most by its maker's word.
+
+    Attributes:
+        dtype: of the operands of a matrix product, for example ``bfloat16``.
+        flops_per_s: of one device.
+    """
+
+    dtype: str
+    flops_per_s: Quantity
+
+    def __post_init__(self) -> None:
+        _refuse_outside("flops_per_s", self.flops_per_s, above=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Efficiency(Record):
+    """Which parts of a maker's peaks a machine reaches when it trains transformers.
+
+    One set per machine. Each is a prior of the device's kind until measured steps refit it
+    (`paceline.perf.transformer.fitting`).
+
+    Attributes:
+        matmul: of the peak rate, by large matrix products whose dimensions fit the device's tiles.
+        attention: of the peak rate, by attention in one kernel.
+        bandwidth: of the memory bandwidth, by operators that compute little.
+        link: of the bandwidth between the devices of a node, by collectives.
+        network: of the bandwidth between nodes, by collectives.
+        unaligned: of `matmul`, by products with a dimension that does not fit the tiles.
+        layer_s: seconds that a layer's forward pass costs however little it computes.
+    """
+
+    matmul: Quantity
+    attention: Quantity
+    bandwidth: Quantity
+    link: Quantity
+    network: Quantity
+    unaligned: Quantity
+    layer_s: Quantity
+
+    def __post_init__(self) -> None:
+        for name in ("matmul", "attention", "bandwidth", "link", "unaligned"):
+            _refuse_outside(name, getattr(self, name), above=0, most=1)
+        _refuse_outside("network", self.network, above=0)
+        _refuse_outside("layer_s", self.layer_s, least=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fabric(Record):
+    """How the nodes of a machine are connected.
+
+    Attributes:
+        topology: for example ``fat-tree``, ``dragonfly``, ``torus`` or ``ethernet``.
+        group_nodes: nodes that reach each other at their full bandwidth; 0: all.
+        taper: bandwidth per node between groups, over that within one, 0 to 1.
+    """
+
+    topology: str
+    group_nodes: int = 0
+    taper: Quantity | None = None
+
+    def __post_init__(self) -> None:
+        if self.taper is not None:
+            _refuse_outside("taper", self.taper, above=0, most=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,6 +294,9 @@ class Device(Record):
         rates: curves per operator class, dtype, threads and busy processes.
         overheads: seconds per operator.
         framework_overheads: time that the training framework adds on this device.
+        peaks: what the maker promises, by dtype.
+        base_bytes: that a process holds on the device before it has a tensor.
+        efficiency: what of the peaks training reaches; None: the prior of the device's kind.
     """
 
     version: ClassVar[int] = 2
@@ -208,6 +312,14 @@ class Device(Record):
     rates: tuple[Rate, ...] = ()
     overheads: tuple[Overhead, ...] = ()
     framework_overheads: tuple[FrameworkOverhead, ...] = ()
+    peaks: tuple[PeakRate, ...] = ()
+    base_bytes: Quantity | None = None
+    efficiency: Efficiency | None = None
+
+    def __post_init__(self) -> None:
+        _refuse_outside("memory_bytes", self.memory_bytes, above=0)
+        if self.bandwidth_bytes_per_s is not None:
+            _refuse_outside("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, above=0)
 
     @classmethod
     def upgrade(cls, data: dict[str, Any], from_version: int) -> dict[str, Any]:
@@ -226,6 +338,7 @@ class Link(Record):
         sharing: which ranks share that bandwidth when several send at once: only the ``pair``
             itself, all ranks of a ``device``, all ranks of a ``node``, or ``all`` that use the
             level.
+        width: devices that the level joins; 0: not stated.
     """
 
     version: ClassVar[int] = 2
@@ -233,6 +346,11 @@ class Link(Record):
     latency_s: Quantity
     bandwidth_bytes_per_s: Quantity
     sharing: Literal["pair", "device", "node", "all"] = "node"
+    width: int = 0
+
+    def __post_init__(self) -> None:
+        _refuse_outside("latency_s", self.latency_s, least=0)
+        _refuse_outside("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, above=0)
 
     @classmethod
     def upgrade(cls, data: dict[str, Any], from_version: int) -> dict[str, Any]:
@@ -361,6 +479,7 @@ class Machine(Record):
             too slow.
         allocator: under which compute was measured (``keep``, ``system``, or ``own`` for one that
             the environment set); empty if that is not known.
+        fabric: how the nodes are connected; None: not stated.
     """
 
     version: ClassVar[int] = 2
@@ -373,6 +492,7 @@ class Machine(Record):
     missing: tuple[str, ...] = ()
     disturbed: tuple[Disturbance, ...] = ()
     allocator: str = ""
+    fabric: Fabric | None = None
 
     def link(self, level: str) -> Link | None:
         """Return the link of that level, if the machine has one."""

@@ -14,6 +14,8 @@ CollectivesChoice = Literal["torch", "paceline"]
 StrategyChoice = Literal["data", "model", "hybrid", "auto"]
 EngineChoice = Literal["ddp", "fsdp2", "allreduce", "sharded"]
 PipelineChoice = Literal["1f1b", "fill_drain", "zero_bubble"]
+PrecisionChoice = Literal["float32", "bfloat16", "float16", "float8"]
+RecomputeChoice = Literal["none", "selective", "operators", "full"]
 MICROBATCHES_PER_STAGE = 4  # at which a pipeline is idle for a fifth of the time
 OWN_ENGINES: tuple[EngineChoice, ...] = ("allreduce", "sharded")  # modes of Paceline's
 
@@ -34,9 +36,10 @@ class Mesh(Record):
     data: int = 1
     pipeline: int = 1
     tensor: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
-        for axis in ("data", "pipeline", "tensor"):
+        for axis in ("data", "pipeline", "tensor", "context"):
             if getattr(self, axis) < 1:
                 raise ConfigError(
                     f"mesh axis '{axis}' must be at least 1", where="Plan", fix="Use 1 for none"
@@ -45,7 +48,7 @@ class Mesh(Record):
     @property
     def world_size(self) -> int:
         """Ranks in all."""
-        return self.data * self.pipeline * self.tensor
+        return self.data * self.pipeline * self.tensor * self.context
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,10 +76,25 @@ class Plan(Record):
         microbatches: of a pipeline's batch; 0: 4 for each stage.
         schedule: order in which the stages of a pipeline compute them.
         layers: number of layers of each stage; empty: stages of equal cost.
+        stages_per_rank: of a pipeline; more than 1: the interleaved order of Megatron.
+        zero: what data-parallel ranks share out, as ZeRO's stages: 0 nothing, 1 the optimizer's
+            state, 2 and the gradients, 3 and the parameters.
+        recompute: activations that the backward pass computes again: ``selective`` the scores of
+            attention, ``operators`` every second matrix product and all that is none, ``full`` all
+            but the inputs of layers.
+        sequence_parallel: tensor-parallel ranks share out the sequence where they do not the
+            tensors.
+        fused_attention: attention in one kernel, which keeps no scores.
+        balanced_context: context-parallel ranks have equal shares of causal attention, not equal
+            runs of tokens.
+        compiled: elementwise operators are fused with their neighbours.
+        overlap_tensor: tensor-parallel collectives run beside the products that need them.
+        overlap_data: the reduction of gradients runs beside the backward pass.
+        reduce_precision: dtype in which gradients are kept and reduced.
     """
 
     mesh: Mesh = Mesh()
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: PrecisionChoice = "float32"
     threads: int = 1
     nodes: int = 1
     bucket_bytes: int = 25 * 1024 * 1024
@@ -88,10 +106,20 @@ class Plan(Record):
     microbatches: int = 0
     schedule: PipelineChoice = "1f1b"
     layers: tuple[int, ...] = ()
+    stages_per_rank: int = 1
+    zero: Literal[0, 1, 2, 3] = 0
+    recompute: RecomputeChoice = "none"
+    sequence_parallel: bool = False
+    fused_attention: bool = True
+    balanced_context: bool = True
+    compiled: bool = False
+    overlap_tensor: bool = False
+    overlap_data: bool = True
+    reduce_precision: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         self._check_stages()
-        for name in ("threads", "nodes", "bucket_bytes", "first_bucket_bytes"):
+        for name in ("threads", "nodes", "bucket_bytes", "first_bucket_bytes", "stages_per_rank"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"'{name}' must be at least 1", where="Plan", fix="Use 1 or more")
         if self.loader_workers < 0:

@@ -81,10 +81,9 @@ def descendants(pid: int) -> list[int]:
 
 def end_descendants(clock: Clock, before: frozenset[int] = frozenset()) -> None:
     """Kill and reap every descendant of this process but those in `before` and their own."""
-    spared = before.union(*(descendants(pid) for pid in before))
     patience_s = clock.now_s() + _TRACKERS_S
     never = threading.Event()
-    while left := [pid for pid in descendants(os.getpid()) if pid not in spared]:
+    while left := _unspared(before):
         for pid in left:
             if clock.now_s() >= patience_s or not _is_resource_tracker(pid):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -94,6 +93,12 @@ def end_descendants(clock: Clock, before: frozenset[int] = frozenset()) -> None:
         if clock.now_s() >= patience_s + GRACE_S:  # stuck in the kernel, where no signal reaches
             return
         clock.wait(never, 0.005)
+
+
+def _unspared(before: frozenset[int]) -> list[int]:
+    found = descendants(os.getpid())  # first: what is spared may start another process meanwhile
+    spared = before.union(*(descendants(pid) for pid in before))
+    return [pid for pid in found if pid not in spared]
 
 
 def signal_descendants(number: int) -> None:

@@ -6,11 +6,12 @@ machines: the same one is predicted on a laptop and on a cluster.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from paceline.core.machine import Operator, Phase
-from paceline.core.record import Record
+from paceline.core.record import Record, digest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +122,11 @@ class Workload(Record):
             those of the model's graph, between which it can be cut into stages.
         shared: parameters that several layers use; known where `edges` are.
         largest_bytes: of the largest tensor that a step allocates.
+        peak_bytes: of all tensors that are alive at the peak of a step: parameters, gradients,
+            optimizer state, activations; 0 if that is not known.
+        process_bytes: of a process before it has a model: interpreter, torch, what the user's file
+            imports; 0 if that is not known.
+        accumulation: forward and backward passes before an update; the operations are those of all.
         optimizer: name of its class.
         optimizer_bytes: state that it keeps between steps.
         dataset: None when the data are not known.
@@ -136,11 +142,26 @@ class Workload(Record):
     edges: tuple[LayerEdge, ...] = ()
     shared: tuple[SharedParameter, ...] = ()
     largest_bytes: int = 0
+    peak_bytes: int = 0
+    process_bytes: int = 0
+    accumulation: int = 1
     optimizer: str = ""
     optimizer_bytes: int = 0
     dataset: Dataset | None = None
     measured: tuple[str, ...] = ()
     derived: tuple[str, ...] = ()
+
+    def digest(self) -> str:
+        """Return the digest that identifies the model's step.
+
+        What a process has before it has a model is measured, and differs a little each time.
+        """
+        for known, text in _DIGESTS:
+            if known is self:
+                return text
+        text = digest({k: v for k, v in self.to_json().items() if k != "process_bytes"})
+        _DIGESTS.append((self, text))
+        return text
 
     @property
     def parameter_bytes(self) -> int:
@@ -170,3 +191,7 @@ class Workload(Record):
             for layer in self.layers
             for operation in layer.operations
         )
+
+
+# Of the last few models: plans of one are compared by the thousand, and a large one's takes 50 ms.
+_DIGESTS: deque[tuple[Workload, str]] = deque(maxlen=4)

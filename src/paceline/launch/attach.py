@@ -29,6 +29,7 @@ from paceline.core.config import environment
 from paceline.core.errors import DestinationExists, PacelineError
 from paceline.launch.failure_report import COLLECTOR, write_report
 from paceline.native import Recorder
+from paceline.store.serve.run_data import served_packs
 from paceline.trace.format.files import read_status, trace_name
 
 if TYPE_CHECKING:
@@ -86,6 +87,9 @@ def start(run: Path, rank: int, world_size: int) -> None:
     # threads and cores are set.
     collector = importlib.import_module(COLLECTOR).TorchCollector(recorder)
     collector.install()
+    served = served_packs(environment())
+    if served and environment().get("LOCAL_RANK", "0") == "0":  # counts are those of the node
+        collector.see_served_data(pack.requests for pack in served)
     _recording = _Recording(os.getpid(), run, rank, collector, recorder)
 
 

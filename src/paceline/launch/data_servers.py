@@ -17,7 +17,7 @@ killed is named on stderr and started again; meanwhile, programs read from the s
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import dataclasses
 import logging
 import os
 import shutil
@@ -36,11 +36,13 @@ from paceline.core.errors import (
     UsageError,
     storage_errors,
 )
-from paceline.core.files import commit_bytes
+from paceline.core.files import commit_bytes, read_text
 from paceline.core.processes import signal_name
+from paceline.launch.local_folders import leftovers, lock_folder, make_locked
 from paceline.launch.rendezvous.addresses import open_data_listener
 from paceline.launch.rendezvous.messages import DataOffer, DataStart
-from paceline.native import RangeRequests
+from paceline.native import RangeRequests, ServedCount, served_counts
+from paceline.runs.data_report import DATA_FOLDER, DataReport
 from paceline.store.posix.mounts import PackMount
 from paceline.store.serve.requests import ServerState
 from paceline.store.serve.run_data import ServedPack
@@ -57,8 +59,6 @@ _SLOTS, _SLOT_BYTES = 64, 1 << 20  # requests of a node at a time, and their lon
 _START_S = 60.0  # for a server to open its index and listen
 _END_S = 10.0  # for a server to end
 _PREFIX = "paceline-data-"
-_LOCK = "lock"
-DATA_FOLDER = "data"  # of the run: what each server did
 
 
 class DataServers:
@@ -106,15 +106,24 @@ class DataServers:
         """
         if self._job.task is None:
             token = os.urandom(16).hex()
-            servers = tuple((f"127.0.0.1:{offer.port}",) for offer in self.offers)
+            own = [(f"127.0.0.1:{offer.port}",) for offer in self.offers]
+            servers: tuple[tuple[str, ...], ...] = (*own, *((),) * len(self._job.outputs))
             start = DataStart(servers=servers, number=0, offers=self.offers, token=token)
-        if start is None or len(start.servers) != len(self._job.data):
+        token_file = self._job.resolved.config.data_token_file
+        if start is not None and token_file:
+            start = dataclasses.replace(start, token=read_text(Path(token_file)).strip())
+        count = len(self._job.data)
+        if start is None or len(start.servers) != count + len(self._job.outputs):
             raise UsageError(
                 "no server on this node has the data of this run",
                 where=f"task {self._job.task_number}",
                 why="the first task of each node serves them",
                 fix="Give all launchers of the run the same --data",
             )
+        # The outputs' come after these (output_servers.py).
+        start = dataclasses.replace(
+            start, servers=start.servers[:count], offers=start.offers[:count]
+        )
         self._start = start
         for pack, server in enumerate(self._servers):
             server.serve(start.servers[pack], start.number, start.token)
@@ -125,7 +134,8 @@ class DataServers:
     def variables(self) -> dict[str, str]:
         """By which Python programs of the run find the packs."""
         assert self._start is not None, "read after start"
-        start, replicas = self._start, self._job.resolved.config.data_replicas
+        start, config = self._start, self._job.resolved.config
+        replicas, tls = config.data_replicas, config.data_tls
         return data_variables(
             [
                 ServedPack(
@@ -134,6 +144,8 @@ class DataServers:
                     nodes=servers,
                     replicas=replicas,
                     token=start.token,
+                    tls=tls,
+                    requests=offer.requests,
                 )
                 for data, offer, servers in zip(
                     self._job.data, start.offers, start.servers, strict=True
@@ -217,6 +229,7 @@ class _PackServer:
             is_temporary=self._is_temporary,
             replicas=self._config.data_replicas,
             token=token,
+            tls=self._config.data_tls,
             source_bytes_per_s=self._config.data_source_rate,
         )
         assert self._process.stdin is not None
@@ -227,7 +240,7 @@ class _PackServer:
     def _watch(self) -> None:
         """Wait for the end of the process; name one that nobody asked to end."""
         assert self._process.stdout is not None
-        said = self._process.stdout.read()
+        self._process.stdout.read()
         code = self._process.wait()
         self._requests.set_state(ServerState.ENDED)
         if not self._ending.is_set():
@@ -239,12 +252,39 @@ class _PackServer:
                 self._data.place,
                 how,
             )
-        elif said:
-            try:
-                self._report.parent.mkdir(parents=True, exist_ok=True)
-                commit_bytes(self._report, said)
-            except (OSError, StorageError) as problem:  # the run itself is as it was
-                _LOG.warning("no report of a data server: %s", problem)
+
+    def _write_report(self) -> None:
+        """Write what was counted, also by servers that were killed."""
+        try:
+            self._report.parent.mkdir(parents=True, exist_ok=True)
+            commit_bytes(self._report, self._sum_up().to_text().encode())
+        except (OSError, StorageError) as problem:  # the run itself is as it was
+            _LOG.warning("no report of a data server: %s", problem)
+
+    def _sum_up(self) -> DataReport:
+        counts = served_counts(self._requests)
+        for_programs = (
+            counts[ServedCount.REQUEST_SOURCE_BYTES] + counts[ServedCount.PROGRAM_SOURCE_BYTES]
+        )
+        shards = range(self._data.shard_count)
+        return DataReport(
+            node=self._name,
+            pack=self._data.place,
+            source_bytes=counts[ServedCount.STAGED_SOURCE_BYTES] + for_programs,
+            peer_bytes=counts[ServedCount.PEER_BYTES],
+            sent_bytes=counts[ServedCount.SENT_BYTES],
+            local_reads=counts[ServedCount.LOCAL_READS],
+            local_bytes=counts[ServedCount.LOCAL_BYTES],
+            remote_reads=counts[ServedCount.REMOTE_READS],
+            program_source_bytes=for_programs,
+            copied_bytes=counts[ServedCount.STAGED_PEER_BYTES],
+            read_s=counts[ServedCount.READ_NS] / 1e9,
+            shard_count=len(shards),
+            held_shards=sum(self._requests.is_held(shard) for shard in shards),
+            peak_queue=counts[ServedCount.PEAK_QUEUE],
+            peak_copies=counts[ServedCount.PEAK_COPIES],
+            server_starts=counts[ServedCount.SERVER_STARTS],
+        )
 
     def _end(self) -> None:
         self._ending.set()
@@ -257,6 +297,8 @@ class _PackServer:
             self._watcher.join()
         assert self._process.stdout is not None
         self._process.stdout.close()
+        if self._name:
+            self._write_report()
 
 
 def _await_serving(data: RunData, offer: DataOffer) -> None:
@@ -291,20 +333,19 @@ def _claim_local(data: RunData, config: RunConfig) -> tuple[Path, int, bool]:
         StorageError: it cannot be made.
     """
     parent = Path(config.data_folder or tempfile.gettempdir())
+    lock: int | None
     with storage_errors(
         "no local storage for data", where=parent, fix="Give another folder: --data-folder"
     ):
         if not config.data_folder:
-            _remove_leftovers(parent)
-            while True:  # another launcher may take a folder without a lock for a leftover
-                folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-                lock = _locked(folder)
-                if lock is not None and os.fstat(lock).st_nlink:
-                    break
+            for leftover in leftovers(parent, _PREFIX):
+                with leftover as left:
+                    shutil.rmtree(left, ignore_errors=True)
+            folder, lock = make_locked(parent, _PREFIX)
         else:
             folder = parent / f"{Path(data.place).name}-{data.identity[:12]}"
             folder.mkdir(parents=True, exist_ok=True)
-            lock = _locked(folder)
+            lock = lock_folder(folder)
     if lock is None:
         raise UsageError(
             "another data server uses this node's folder",
@@ -313,26 +354,3 @@ def _claim_local(data: RunData, config: RunConfig) -> tuple[Path, int, bool]:
             fix="Give each node storage of its own: --data-folder",
         )
     return folder.absolute(), lock, not config.data_folder
-
-
-def _remove_leftovers(parent: Path) -> None:
-    """Remove what runs left of which nothing was alive to remove it."""
-    for folder in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            if folder.stat().st_uid != os.getuid() or not (folder / _LOCK).exists():
-                continue
-            lock = _locked(folder)
-            if lock is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-                os.close(lock)
-
-
-def _locked(folder: Path) -> int | None:
-    """Return the lock of a folder, as a descriptor; None: another process has it."""
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        return None
-    return lock

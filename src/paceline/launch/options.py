@@ -52,7 +52,17 @@ class RunConfig(Configuration):
         data_folder: on local storage of each node, where its shards are kept for the next run;
             empty: they go with the run, from the folder for temporary files.
         data_replicas: copies of each shard, on different nodes.
+        data_tls: whether what servers of packs send to other nodes is encrypted, with a key that
+            follows from their token.
+        data_token_file: with the token, the same for all launchers; empty: one is made, and travels
+            with the rendezvous, which is not encrypted.
         data_source_rate: most bytes per second that a node copies from a pack; 0: no limit.
+        outputs: folders of the shared file system that ranks write to by way of local storage, each
+            ``FOLDER:/path`` (docs/guides/store-nodes.md).
+        output_limit_bytes: of published files on a node that wait to be copied to such a folder; a
+            close then waits; 0: no limit but the disk.
+        output_wait_s: the longest time that a close waits for that.
+        output_end_s: the longest time without progress when the rest is copied at the end.
         tag_output: whether each line that a rank prints carries its rank.
         nnodes: number of nodes, each with a launcher of its own and `ranks` ranks.
         node_rank: number of this node, 0 to nnodes - 1; None is the task's rank in a Slurm step
@@ -82,7 +92,13 @@ class RunConfig(Configuration):
     data: tuple[str, ...] = ()
     data_folder: str = ""
     data_replicas: int = 1
+    data_tls: bool = False
+    data_token_file: str = ""
     data_source_rate: float = 0.0
+    outputs: tuple[str, ...] = ()
+    output_limit_bytes: int = 0
+    output_wait_s: float = 600.0
+    output_end_s: float = 300.0
     tag_output: bool = False
     nnodes: int = 1
     node_rank: int | None = None
@@ -111,9 +127,20 @@ class RunConfig(Configuration):
                 f"{self.data_source_rate:g}",
                 fix="Give at least 1 replica, and bytes per second of at least 0",
             )
+        if self.output_limit_bytes < 0:
+            raise UsageError(
+                f"output_limit_bytes must be at least 0, got {self.output_limit_bytes}",
+                fix="Give bytes, as 16GiB; 0: no limit",
+            )
         if self.nnodes < 1:
             raise UsageError(f"nnodes must be at least 1, got {self.nnodes}", fix="Give at least 1")
-        for name in ("rendezvous_timeout_s", "heartbeat_interval_s", "stop_timeout_s"):
+        for name in (
+            "rendezvous_timeout_s",
+            "heartbeat_interval_s",
+            "stop_timeout_s",
+            "output_wait_s",
+            "output_end_s",
+        ):
             if not 0 < getattr(self, name) <= 1e6:
                 raise UsageError(
                     f"{name} must be above 0 and at most 1e6, got {getattr(self, name):g}",

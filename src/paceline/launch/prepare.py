@@ -25,6 +25,7 @@ from paceline.launch.recordable import find_obstacle, script_line
 from paceline.launch.task_placement import TaskPlacement, check_world, detect
 from paceline.store.posix.mounts import PackMount, parse_mounts
 from paceline.store.serve.run_data import RunData, parse_data
+from paceline.store.serve.run_output import RunOutput, parse_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,6 +52,7 @@ class PreparedJob:
         is_default_name: the user gave no --out; if the name is taken, Paceline takes another.
         mounts: packs that the ranks see as folders.
         data: packs that servers on the nodes serve to them.
+        outputs: folders that they write to by way of local storage.
     """
 
     program: Program
@@ -65,6 +67,7 @@ class PreparedJob:
     machine: Path | None = None
     mounts: tuple[PackMount, ...] = ()
     data: tuple[RunData, ...] = ()
+    outputs: tuple[RunOutput, ...] = ()
     is_default_name: bool = False
 
     @property
@@ -191,6 +194,8 @@ def prepare(
     if run is None:
         run = default_folder(program.stem, task, clock)
     mounts = parse_mounts(config.mounts)
+    data = parse_data(config.data, mounts)
+    points = [mount.point for mount in mounts] + [pack.point for pack in data if pack.point]
     refuse_taken(run, task.task_number if task else 0)
     if not is_python and config.record:
         warnings = (*warnings, _executable_warning(program, args, run))
@@ -204,7 +209,8 @@ def prepare(
         warnings=warnings,
         plan=plan,
         mounts=mounts,
-        data=parse_data(config.data, mounts),
+        data=data,
+        outputs=parse_outputs(config.outputs, points),
         machine=machine.resolve() if machine else None,
         is_default_name=is_default_name,
         collectives_settings=collectives_settings,

@@ -9,6 +9,8 @@ or killed) the traces become `result.json`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import logging
 import os
 import signal
 import socket
@@ -17,7 +19,7 @@ import tempfile
 import threading
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.collectives import registration
 from paceline.core.affinity import allowed_cores, core_binding
@@ -39,10 +41,11 @@ from paceline.launch.failures import exit_code, first_failure, raise_failure
 from paceline.launch.folder import write_start
 from paceline.launch.guard import STOP_SIGNAL
 from paceline.launch.output import TaggedOutput
+from paceline.launch.output_servers import OutputServers
 from paceline.launch.program import ProgramKind
 from paceline.launch.ranks import SIGNAL_DELAY_S, LocalRanks, free_port
 from paceline.launch.rendezvous.job import TaskRendezvous
-from paceline.launch.rendezvous.messages import JobEnd, StartInfo
+from paceline.launch.rendezvous.messages import DataOffer, JobEnd, StartInfo
 from paceline.launch.summary import summarize
 from paceline.launch.task import run_task
 from paceline.launch.watcher import StatusWatcher
@@ -61,6 +64,8 @@ if TYPE_CHECKING:
     from paceline.launch.options import RunConfig
     from paceline.launch.prepare import PreparedJob
     from paceline.trace.format.header import Status
+
+_LOG = logging.getLogger(__name__)
 
 
 def execute(
@@ -94,10 +99,35 @@ def execute(
     """
     if job.task_number == 0:
         _write_start(job, machine)
+    if not job.outputs:
+        return _run(job, None, clock, on_status)
+    with OutputServers(job) as outputs:
+        try:
+            result = _run(job, outputs, clock, on_status)
+        except BaseException:  # what was written before counts, whatever ended the run
+            if problem := outputs.finish():
+                _LOG.warning("%s", problem)
+            raise
+        if problem := outputs.finish():
+            if job.task_number == 0:
+                result = dataclasses.replace(result, exit_code=problem.exit_code)
+                commit_text(job.run_folder / "result.json", result.to_text())
+            raise problem
+        return result
+
+
+def _run(
+    job: PreparedJob,
+    outputs: OutputServers | None,
+    clock: Clock,
+    on_status: Callable[[list[Status]], None] | None,
+) -> RunResult:
+    """Run the ranks to their end, and return the result or raise the error."""
     with contextlib.ExitStack() as stack:
         data = stack.enter_context(DataServers(job)) if job.data else None
-        rendezvous = stack.enter_context(_rendezvous(job, clock, data)) if job.task else None
-        exits = _run_ranks(job, rendezvous, data, clock, on_status)
+        served = _Served(data, outputs)
+        rendezvous = stack.enter_context(_rendezvous(job, clock, served)) if job.task else None
+        exits = _run_ranks(job, rendezvous, served, clock, on_status)
         if rendezvous is not None and job.task_number != 0:
             return _follow(job, exits, rendezvous)
         interrupted = interruption(exits)
@@ -115,7 +145,7 @@ def execute(
     return result
 
 
-def _rendezvous(job: PreparedJob, clock: Clock, data: DataServers | None) -> TaskRendezvous:
+def _rendezvous(job: PreparedJob, clock: Clock, served: _Served) -> TaskRendezvous:
     assert job.task is not None
     return TaskRendezvous(
         job.run_folder,
@@ -124,14 +154,14 @@ def _rendezvous(job: PreparedJob, clock: Clock, data: DataServers | None) -> Tas
         cores=allowed_cores(),
         deadlines=job.resolved.config.deadlines,
         clock=clock,
-        data=data.offers if data is not None else (),
+        data=served.offers,
     )
 
 
 def _run_ranks(
     job: PreparedJob,
     rendezvous: TaskRendezvous | None,
-    data: DataServers | None,
+    served: _Served,
     clock: Clock,
     on_status: Callable[[list[Status]], None] | None,
 ) -> tuple[RankExit, ...]:
@@ -158,7 +188,7 @@ def _run_ranks(
                 # which is stopped by SIGTERM.
                 guarded = job.program.kind is ProgramKind.EXECUTABLE
                 local = LocalRanks(clock, output, STOP_SIGNAL if guarded else signal.SIGINT)
-                start = _Starter(job, local, data, Path(folder))
+                start = _Starter(job, local, served, Path(folder))
                 if rendezvous is None:
                     return _run_alone(local, start, clock)
                 return run_task(job.task_number, local, start, rendezvous, clock)
@@ -179,22 +209,34 @@ def _run_alone(local: LocalRanks, start: _Starter, clock: Clock) -> tuple[RankEx
     return explaining_exits(local.exits())
 
 
+class _Served(NamedTuple):
+    """What servers of this node do for the ranks; None: there is nothing to do."""
+
+    data: DataServers | None
+    outputs: OutputServers | None
+
+    @property
+    def offers(self) -> tuple[DataOffer, ...]:
+        """What other launchers have to know of the servers."""
+        return tuple(offer for servers in self if servers is not None for offer in servers.offers)
+
+
 class _Starter:
     """Starts this launcher's ranks, each as a `worker`; called once, when all launchers are there.
 
     Attributes:
         job: the run.
         local: takes the ranks.
-        data: serves packs to them; None: there are none to serve.
+        served: what servers of this node do for them.
         temporary: a folder that is removed with the run.
     """
 
     def __init__(
-        self, job: PreparedJob, local: LocalRanks, data: DataServers | None, temporary: Path
+        self, job: PreparedJob, local: LocalRanks, served: _Served, temporary: Path
     ) -> None:
         self.job = job
         self.local = local
-        self.data = data
+        self.served = served
         self.temporary = temporary
 
     def __call__(self, start: StartInfo | None) -> None:
@@ -208,8 +250,10 @@ class _Starter:
             StorageError: a process cannot be started.
             UsageError, RankLost, DeadlineExceeded: as `DataServers.start`.
         """
-        if self.data is not None:
-            self.data.start(start.data if start is not None else None)
+        if self.served.data is not None:
+            self.served.data.start(start.data if start is not None else None)
+        if self.served.outputs is not None:
+            self.served.outputs.start(start.data if start is not None else None)
         if start is None:
             run_id = uuid.uuid4().hex
             start = StartInfo(
@@ -263,9 +307,11 @@ class _Starter:
         training = {**plan, **self.job.resolved.config.training}
         # The allocator's variables are settings of glibc's malloc.
         allocator = self.job.allocator.variables
-        served = self.data.variables if self.data is not None else {}
-        mounts = (*self.job.mounts, *(self.data.mounts if self.data is not None else ()))
-        mounted = mount_variables(mounts, environment())
+        data, outputs = self.served
+        served = data.variables if data is not None else {}
+        mounts = (*self.job.mounts, *(data.mounts if data is not None else ()))
+        folders = outputs.folders if outputs is not None else ()
+        mounted = mount_variables(mounts, environment(), outputs=folders)
         return {
             **allocator,
             **unbuffered,

@@ -10,9 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.core.estimate import UnpricedOperator
+from paceline.perf.interval import QUIET_CORES
 
 if TYPE_CHECKING:
     from paceline.core.machine import Device, Machine
+    from paceline.core.measured_step import MeasuredStep
     from paceline.core.plan import Plan
     from paceline.core.workload import Workload
     from paceline.perf.costs import CostModel
@@ -36,12 +38,9 @@ def unpriced_operators(
     counts: dict[str, int] = {}
     seconds: dict[str, float] = {}
     for layer in workload.layers:
-        for operation in layer.operations:
-            name = operation.assumed
-            if name:
-                counts[name] = counts.get(name, 0) + operation.count
-                cost_s = costs.cost(operation).total_s * operation.count
-                seconds[name] = seconds.get(name, 0.0) + cost_s
+        for name, (calls, cost_s) in costs.layer(layer.operations).assumed.items():
+            counts[name] = counts.get(name, 0) + calls
+            seconds[name] = seconds.get(name, 0.0) + cost_s
     return tuple(
         UnpricedOperator(name=name, count=counts[name], share=cost_s / max(step_s, 1e-12))
         for name, cost_s in sorted(seconds.items(), key=lambda item: -item[1])
@@ -72,6 +71,7 @@ def warnings(
     plan: Plan,
     unpriced: tuple[UnpricedOperator, ...],
     needed_bytes: int,
+    measured: MeasuredStep | None = None,
 ) -> tuple[str, ...]:
     """Return the sentences of an Estimate.
 
@@ -81,15 +81,38 @@ def warnings(
         plan: how the model is spread over ranks and nodes.
         unpriced: operators whose rate was not measured.
         needed_bytes: memory of all ranks that share a device.
+        measured: the step from which compute was predicted; None: from rates of classes.
     """
+    compute = (
+        (*_not_measured(workload, unpriced), *_busy(machine), *_allocator(machine, plan))
+        if measured is None
+        else _measured_beside(measured)
+    )
     return (
         *_does_not_fit(machine.devices[0], plan, needed_bytes),
         *_extrapolated(machine, plan),
         *_engine(plan),
-        *_not_measured(workload, unpriced),
-        *_busy(machine),
-        *_allocator(machine, plan),
+        *_evaluations(workload),
+        *compute,
     )
+
+
+def _evaluations(workload: Workload) -> list[str]:
+    if workload.optimizer != "LBFGS":
+        return []
+    return [
+        "LBFGS: predicted with its largest number of iterations and a full history; an update "
+        "takes less when the loss converges, and more with a line search"
+    ]
+
+
+def _measured_beside(measured: MeasuredStep) -> list[str]:
+    if measured.foreign_cores <= QUIET_CORES:
+        return []
+    return [
+        f"measured while other processes used {measured.foreign_cores:.2f} cores: predicted times "
+        "may be too long; plan again when nothing else runs"
+    ]
 
 
 def _engine(plan: Plan) -> list[str]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from paceline.core.machine import Device, Machine, StepPhase
+    from paceline.core.measured_step import MeasuredStep
     from paceline.core.plan import Plan
     from paceline.core.workload import Layer, Workload
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 # Source: mallopt(3), the dynamic M_TRIM_THRESHOLD and M_MMAP_THRESHOLD (at most 32 MiB).
 TRIM_THRESHOLD_FACTOR, REFAULTED_FACTOR = 2.0, 1.5
 MAX_MMAP_THRESHOLD_BYTES = 32 << 20
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 # phases to which the seconds are added that a calibration run measured beyond rates, overheads and
 # collectives
 RESIDUALS: tuple[StepPhase, ...] = ("input", "copy", "waiting", "checkpoint", "host", "other")
@@ -95,8 +95,24 @@ class StepCompute:
     gradients: list[tuple[int, float]]
 
 
-def step_compute(costs: CostModel, device: Device, workload: Workload, plan: Plan) -> StepCompute:
-    """Return the costs of a rank's compute under `plan`, on cores that its node's ranks share."""
+def step_compute(
+    costs: CostModel,
+    device: Device,
+    workload: Workload,
+    plan: Plan,
+    measured: MeasuredStep | None = None,
+) -> StepCompute:
+    """Return the costs of a rank's compute under `plan`, on cores that its node's ranks share.
+
+    Args:
+        costs: of operator classes.
+        device: that computes.
+        workload: the model.
+        plan: how it is spread.
+        measured: the step as it was measured there; None: operators cost what their classes do.
+    """
+    if measured is not None:
+        return _measured_compute(costs, workload, plan, measured)
     phases = {
         phase: OperatorCost(overhead_s=costs.framework_overhead_s("torch", "phase", phase))
         for phase in COMPUTE_PHASES
@@ -118,10 +134,82 @@ def step_compute(costs: CostModel, device: Device, workload: Workload, plan: Pla
         ready_s = phases["backward"].total_s
         gradients += [(size, ready_s) for size in reversed(layer.trained_bytes)]
     factor = oversubscription_factor(device, plan)
+    backward_s = phases["backward"].total_s
     return StepCompute(
         phases={phase: cost.times(factor) for phase, cost in phases.items()},
-        gradients=[(size, ready_s * factor) for size, ready_s in gradients],
+        gradients=[
+            (size, factor * in_last_pass(ready_s, backward_s, workload.accumulation))
+            for size, ready_s in gradients
+        ],
     )
+
+
+def in_last_pass(ready_s: float, backward_s: float, passes: int) -> float:
+    """Return when a gradient is ready that only the last of several backward passes reduces.
+
+    Args:
+        ready_s: at which part of the backward passes it is, as if they were one.
+        backward_s: seconds of all passes.
+        passes: how many there are.
+
+    >>> in_last_pass(2.0, 8.0, 1), in_last_pass(2.0, 8.0, 4)
+    (2.0, 6.5)
+    """
+    return backward_s - (backward_s - ready_s) / passes
+
+
+def _measured_compute(
+    costs: CostModel, workload: Workload, plan: Plan, measured: MeasuredStep
+) -> StepCompute:
+    """Return the costs of a step whose phases were measured.
+
+    What bounds a phase, and when in it a gradient is ready, follows from the classes of its
+    operators, scaled to the measured seconds.
+    """
+    phases = dict.fromkeys(COMPUTE_PHASES, OperatorCost())
+    ready = []
+    for layer in reversed(workload.layers):
+        for phase, cost in layer_costs(costs, layer).items():
+            phases[phase] += cost
+        ready += [(size, phases["backward"].total_s) for size in reversed(layer.trained_bytes)]
+    seconds = {phase: measured.phases[phase].total_s for phase in COMPUTE_PHASES}
+    wrapped = plan.mesh.data > 1 and plan.engine not in OWN_ENGINES
+    added_s = {
+        phase: costs.framework_overhead_s("ddp", "wrapper", phase) if wrapped else 0.0
+        for phase in COMPUTE_PHASES
+    }
+    backward_s = phases["backward"].total_s
+    scale = seconds["backward"] / max(backward_s, 1e-12)
+    return StepCompute(
+        phases={
+            phase: _scaled(cost, seconds[phase]) + OperatorCost(overhead_s=added_s[phase])
+            for phase, cost in phases.items()
+        },
+        gradients=[
+            (
+                size,
+                added_s["backward"] + scale * in_last_pass(at, backward_s, workload.accumulation),
+            )
+            for size, at in ready
+        ],
+    )
+
+
+def _measured_source(measured: MeasuredStep, phase: str) -> str:
+    part = measured.phases[phase]
+    own = [equal.calls for equal in measured.operators if equal.phase == phase]
+    share = part.operators_s / max(part.total_s, 1e-12)
+    return (
+        f"measured: {measured.whole_steps} steps; {len(own)} distinct operators, {sum(own)} calls: "
+        f"{share:.0%}"
+    )
+
+
+def _scaled(cost: OperatorCost, seconds: float) -> OperatorCost:
+    """Return a cost of so many seconds in all, in the same proportions."""
+    if cost.total_s <= 0:
+        return OperatorCost(overhead_s=seconds)
+    return cost.times(seconds / cost.total_s)
 
 
 def _refaulted_bytes(workload: Workload) -> float:
@@ -133,11 +221,7 @@ def _refaulted_bytes(workload: Workload) -> float:
 
 def layer_costs(costs: CostModel, layer: Layer) -> dict[str, OperatorCost]:
     """Return the costs of a layer's operators by phase."""
-    by_phase: dict[str, OperatorCost] = {}
-    for operation in layer.operations:
-        cost = costs.cost(operation).times(operation.count)
-        by_phase[operation.phase] = by_phase.get(operation.phase, OperatorCost()) + cost
-    return by_phase
+    return costs.layer(layer.operations).phases
 
 
 def input_wait_s(
@@ -154,23 +238,6 @@ def input_wait_s(
     if plan.loader_workers == 0:
         return batch_s
     return max(0.0, batch_s / plan.loader_workers - busy_s)
-
-
-def memory_bytes(workload: Workload, plan: Plan) -> dict[str, int]:
-    """Return the bytes that a rank needs at its peak, by kind.
-
-    ``buckets`` are DistributedDataParallel's copies of the gradients.
-    """
-    scale = DTYPE_BYTES[plan.precision] / DTYPE_BYTES["float32"]
-    return {
-        "parameters": workload.parameter_bytes,
-        "gradients": workload.trained_bytes,
-        "optimizer": workload.optimizer_bytes,
-        "activations": int(workload.saved_bytes * scale),
-        "buffers": workload.buffer_bytes,
-        "input": workload.input_bytes,
-        "buckets": workload.trained_bytes if plan.mesh.data > 1 else 0,
-    }
 
 
 def shares_of(costs: Iterable[OperatorCost], breakdown: Breakdown) -> dict[str, float]:
@@ -191,7 +258,9 @@ def shares_of(costs: Iterable[OperatorCost], breakdown: Breakdown) -> dict[str, 
     return {name: part_s / max(breakdown.total_s, 1e-12) for name, part_s in seconds.items()}
 
 
-def compute_sources(machine: Machine, workload: Workload, plan: Plan) -> dict[str, str]:
+def compute_sources(
+    machine: Machine, workload: Workload, plan: Plan, measured: MeasuredStep | None = None
+) -> dict[str, str]:
     """Return where the figures of each phase but communication are from."""
     device = machine.devices[0]
     asked = (plan.threads, plan.ranks_per_node)
@@ -204,13 +273,17 @@ def compute_sources(machine: Machine, workload: Workload, plan: Plan) -> dict[st
             f"; {plan.ranks_per_node} ranks share {device.cores} cores, "
             f"oversubscription factor {factor:g}"
         )
-    measured = workload.dataset is not None and workload.dataset.seconds_per_sample > 0
-    sources = dict.fromkeys(COMPUTE_PHASES, rates)
-    sources["input"] = "measured cost per sample" if measured else "data in memory"
-    residuals = {
+    is_timed = workload.dataset is not None and workload.dataset.seconds_per_sample > 0
+    sources = (
+        dict.fromkeys(COMPUTE_PHASES, rates)
+        if measured is None
+        else {phase: _measured_source(measured, phase) for phase in COMPUTE_PHASES}
+    )
+    sources["input"] = "measured cost per sample" if is_timed else "data in memory"
+    residuals = {  # of a calibration run; measured phases have their own
         overhead.phase for overhead in device.framework_overheads if overhead.what == "residual"
     }
-    for phase in residuals:
+    for phase in residuals if measured is None else residuals.difference(COMPUTE_PHASES):
         residual = "a residual measured in a run"
         sources[phase] = f"{sources[phase]}, plus {residual}" if phase in sources else residual
     return sources

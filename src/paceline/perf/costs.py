@@ -38,6 +38,18 @@ if TYPE_CHECKING:
     from paceline.core.workload import Operation
 
 
+# Whose figures a class takes where the machine has none of its own, as of a probe of before.
+NEAREST_CLASS = {
+    "convolution_1d": "convolution",
+    "depthwise": "convolution",
+    "transposed": "convolution",
+    "recurrent": "matmul",
+    "group_norm": "layer_norm",
+    "upsampling": "pooling",
+    "embedding_bag": "embedding",
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorCost:
     """Seconds of operator calls, by what bounds them."""
@@ -65,6 +77,31 @@ class OperatorCost:
             compute_s=self.compute_s * count,
             memory_s=self.memory_s * count,
         )
+
+
+class LayerCost:
+    """The cost of a layer's operations.
+
+    Attributes:
+        phases: by phase.
+        classes: seconds by class of operators.
+        assumed: calls and seconds of operators whose rate was not measured, by name.
+    """
+
+    __slots__ = ("assumed", "classes", "phases")
+
+    def __init__(self, operations: tuple[Operation, ...], model: CostModel) -> None:
+        self.phases: dict[str, OperatorCost] = {}
+        self.classes: dict[str, float] = {}
+        self.assumed: dict[str, tuple[int, float]] = {}
+        for operation in operations:
+            cost = model.cost(operation).times(operation.count)
+            self.phases[operation.phase] = self.phases.get(operation.phase, OperatorCost()) + cost
+            before_s = self.classes.get(operation.operator, 0.0)
+            self.classes[operation.operator] = before_s + cost.total_s
+            if operation.assumed:
+                calls, seconds = self.assumed.get(operation.assumed, (0, 0.0))
+                self.assumed[operation.assumed] = (calls + operation.count, seconds + cost.total_s)
 
 
 class CostModel:
@@ -107,10 +144,25 @@ class CostModel:
         self._collectives = collectives
         self._rates: dict[tuple[str, str, str], list[tuple[Rate, float]]] = {}
         self._overheads: dict[tuple[str, str], float] = {}
+        self._by_content: dict[tuple[Operation, ...], LayerCost] = {}
+        self._by_identity: dict[int, tuple[tuple[Operation, ...], LayerCost]] = {}
         shared = processes > 1 and device.bandwidth_shared_bytes_per_s
         bandwidth = shared or device.bandwidth_bytes_per_s
         cache = device.cache_bytes.value / processes if device.cache_bytes else 0.0
         self._bandwidth = bandwidth.value if bandwidth and step_bytes > cache else math.inf
+
+    def layer(self, operations: tuple[Operation, ...]) -> LayerCost:
+        """Return the cost of a layer's operations; of equal layers it is computed once."""
+        # Hashing the content takes a while: the same tuple is found by its identity, while it is
+        # kept here and so cannot be another one's.
+        known = self._by_identity.get(id(operations))
+        if known is not None:
+            return known[1]
+        cost = self._by_content.get(operations)
+        if cost is None:
+            cost = self._by_content[operations] = LayerCost(operations, self)
+        self._by_identity[id(operations)] = (operations, cost)
+        return cost
 
     def cost(self, operation: Operation) -> OperatorCost:
         """Return the cost of one call."""
@@ -143,7 +195,7 @@ class CostModel:
 
         A class without an overhead of its own in this phase has that of elementwise operators.
         """
-        for name in (operator, "elementwise"):
+        for name in (operator, NEAREST_CLASS.get(operator, operator), "elementwise"):
             same = [
                 overhead
                 for overhead in self._device.overheads
@@ -193,9 +245,10 @@ class CostModel:
         )
 
     def _find_rates(self, operator: str, phase: str, dtype: str) -> list[tuple[Rate, float]]:
-        def distance(rate: Rate) -> tuple[bool, bool, bool, bool, bool, int, float]:
+        def distance(rate: Rate) -> tuple[bool, bool, bool, bool, bool, bool, int, float]:
             return (
                 rate.operator != operator,
+                rate.operator != NEAREST_CLASS.get(operator, operator),
                 rate.operator != "elementwise",
                 rate.dtype != dtype,
                 rate.phase != phase,

@@ -28,42 +28,56 @@ from paceline.perf.compute import (
     compute_sources,
     cost_model,
     input_wait_s,
-    memory_bytes,
     shares_of,
     step_compute,
 )
+from paceline.perf.interval import check_measured, step_interval
+from paceline.perf.memory import DTYPE_BYTES, memory_bytes
 from paceline.perf.pipeline import predict_pipeline
 
 if TYPE_CHECKING:
     from paceline.core.machine import CollectiveCost, Machine
+    from paceline.core.measured_step import MeasuredStep
     from paceline.core.plan import CollectivesChoice, Plan
     from paceline.core.workload import Workload
     from paceline.perf.costs import CostModel
 
-INTERVAL_HALF_WIDTH = 0.25  # relative to the step time; measured by bench/predict_small.py
 
-
-def estimate(machine: Machine, workload: Workload, plan: Plan) -> Estimate:
+def estimate(
+    machine: Machine, workload: Workload, plan: Plan, measured: MeasuredStep | None = None
+) -> Estimate:
     """Return the predicted step of `workload` on `machine` under `plan`.
 
     Args:
         machine: on which ranks train.
         workload: of a rank's step; of a plan with a pipeline, of one microbatch, with edges.
         plan: how the workload is spread over ranks.
+        measured: the step as it was measured on a node of the machine, with the plan's ranks and
+            threads; None: operators cost what the machine's rates of their classes say.
 
     Raises:
         UsageError: the plan asks for tensor parallelism, the machine has no device or rates, no
             cost of the ranks' collectives, or no link between stages, or the workload cannot be
-            cut into stages.
+            cut into stages; or the measured step is not the plan's.
     """
-    if plan.mesh.tensor > 1:
+    if plan.mesh.tensor > 1 or plan.mesh.context > 1:
         raise UsageError(
-            "only data parallelism and pipelines can be predicted",
+            "only data parallelism and pipelines of a captured model can be predicted",
             where=f"mesh {plan.mesh.pipeline} x {plan.mesh.tensor} (pipeline x tensor)",
-            fix="Plan with tensor = 1",
+            fix="Plan with tensor = 1 and context = 1, or a transformer with paceline plan --model",
         )
-    step = _predict(machine, workload, plan)
+    if plan.precision not in DTYPE_BYTES:
+        raise UsageError(
+            f"operators of precision {plan.precision} have no measured rates",
+            where="Plan",
+            fix=f"Plan with {' or '.join(DTYPE_BYTES)}",
+        )
+    if measured is not None:
+        check_measured(measured, plan)
+    costs = cost_model(machine, workload, plan)
+    step = _predict(costs, machine, workload, plan, measured)
     step_s = step.breakdown.total_s
+    interval = step_interval(machine, workload, plan, costs, step.breakdown, measured)
     available_bytes = machine.devices[0].memory_bytes.value
     return Estimate(
         workload=workload.name,
@@ -73,8 +87,8 @@ def estimate(machine: Machine, workload: Workload, plan: Plan) -> Estimate:
         plan=plan,
         breakdown=step.breakdown,
         step_time_s=step_s,
-        low_s=step_s * (1 - INTERVAL_HALF_WIDTH),
-        high_s=step_s * (1 + INTERVAL_HALF_WIDTH),
+        low_s=interval.low_s,
+        high_s=interval.high_s,
         memory_bytes=step.memory_bytes,
         link_bytes=step.link_bytes,
         trained_parameter_bytes=workload.trained_bytes,
@@ -88,24 +102,30 @@ def estimate(machine: Machine, workload: Workload, plan: Plan) -> Estimate:
         stages=step.stages,
         bubble_share=step.bubble_share,
         unpriced=step.unpriced,
-        warnings=warnings(machine, workload, plan, step.unpriced, step.needed_bytes),
+        warnings=warnings(machine, workload, plan, step.unpriced, step.needed_bytes, measured),
     )
 
 
-def _predict(machine: Machine, workload: Workload, plan: Plan) -> StepPrediction:
+def _predict(
+    costs: CostModel,
+    machine: Machine,
+    workload: Workload,
+    plan: Plan,
+    measured: MeasuredStep | None,
+) -> StepPrediction:
     if plan.mesh.pipeline > 1:
         return predict_pipeline(machine, workload, plan)
-    costs = cost_model(machine, workload, plan)
-    breakdown, compute = _breakdown(costs, machine, workload, plan)
-    memory = memory_bytes(workload, plan)
+    breakdown, compute = _breakdown(costs, machine, workload, plan, measured)
+    unpriced = unpriced_operators(costs, workload, breakdown.total_s) if measured is None else ()
+    memory = memory_bytes(workload, plan, measured)
     return StepPrediction(
         breakdown=breakdown,
         shares=shares_of(compute.phases.values(), breakdown),
-        sources=_sources(machine, workload, plan),
+        sources=_sources(machine, workload, plan, measured),
         memory_bytes=memory,
         needed_bytes=sum(memory.values()) * ranks_per_device(machine.devices[0], plan),
         link_bytes=_link_bytes(workload, plan),
-        unpriced=unpriced_operators(costs, workload, breakdown.total_s),
+        unpriced=unpriced,
     )
 
 
@@ -113,14 +133,18 @@ def step_breakdown(machine: Machine, workload: Workload, plan: Plan) -> Breakdow
     """Return only the seconds by phase of `estimate`; errors as there."""
     if plan.mesh.pipeline > 1:
         return predict_pipeline(machine, workload, plan).breakdown
-    return _breakdown(cost_model(machine, workload, plan), machine, workload, plan)[0]
+    return _breakdown(cost_model(machine, workload, plan), machine, workload, plan, None)[0]
 
 
 def _breakdown(
-    costs: CostModel, machine: Machine, workload: Workload, plan: Plan
+    costs: CostModel,
+    machine: Machine,
+    workload: Workload,
+    plan: Plan,
+    measured: MeasuredStep | None,
 ) -> tuple[Breakdown, StepCompute]:
     """Return the seconds of the step by phase, and the costs of its compute."""
-    compute = step_compute(costs, machine.devices[0], workload, plan)
+    compute = step_compute(costs, machine.devices[0], workload, plan, measured)
     transfer_s, buffer_broadcast_s = _communication_s(costs, machine, workload, plan, compute)
     phases_s = {phase: compute.phases[phase].total_s for phase in COMPUTE_PHASES}
     residual_s = {
@@ -128,7 +152,10 @@ def _breakdown(
     }
     if plan.mesh.data == 1:
         residual_s["waiting"] = 0.0  # there is nobody to wait for
+    elif measured is not None:
+        residual_s["waiting"] = measured.waiting_s
     busy_s = sum(phases_s.values()) + transfer_s + buffer_broadcast_s
+    # A measured step ran beside as many others as planned: what they share is in its times.
     factor = oversubscription_factor(machine.devices[0], plan)
     input_s = input_wait_s(workload, plan, busy_s, factor, residual_s["input"])
     rest_s = {**residual_s, "input": input_s}
@@ -206,8 +233,10 @@ def _link_bytes(workload: Workload, plan: Plan) -> dict[str, int]:
     return {level: workload.trained_bytes * 2 * (ranks - 1) // ranks + workload.buffer_bytes}
 
 
-def _sources(machine: Machine, workload: Workload, plan: Plan) -> dict[str, str]:
-    sources = compute_sources(machine, workload, plan)
+def _sources(
+    machine: Machine, workload: Workload, plan: Plan, measured: MeasuredStep | None
+) -> dict[str, str]:
+    sources = compute_sources(machine, workload, plan, measured)
     if plan.mesh.data > 1:
         cost = _collective(machine, "all_reduce", plan)
         source = cost.points[0].seconds.source

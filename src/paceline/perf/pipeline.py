@@ -32,7 +32,6 @@ from paceline.perf.caveats import oversubscription_factor, ranks_per_device, unp
 from paceline.perf.communication import all_reduce_s, make_buckets
 from paceline.perf.compute import (
     COMPUTE_PHASES,
-    DTYPE_BYTES,
     RESIDUALS,
     StepCompute,
     StepPrediction,
@@ -40,10 +39,10 @@ from paceline.perf.compute import (
     cost_model,
     input_wait_s,
     layer_costs,
-    memory_bytes,
     shares_of,
     step_compute,
 )
+from paceline.perf.memory import DTYPE_BYTES, memory_bytes
 from paceline.schedules.pipeline import (
     ORDERS,
     LayerCosts,
@@ -335,7 +334,8 @@ def _memory_bytes(stage: Workload, plan: Plan) -> dict[str, int]:
 
     Of a stage that its replicas shard: their parts, and in a batch parameters and gradients whole.
     """
-    memory = memory_bytes(stage, plan)
+    # The peak of a whole step is none of a stage: saved activations count for each microbatch.
+    memory = memory_bytes(replace(stage, peak_bytes=0), plan)
     if _is_sharded(plan):
         for kind in ("parameters", "gradients"):
             memory[kind] += memory[kind] // plan.mesh.data

@@ -36,7 +36,12 @@ if TYPE_CHECKING:
     from paceline.core.workload import Operation
 
 SHORT, LONG = 1, 9
-FLOPS = ("matmul", "convolution", "attention")  # the others are bound by memory
+CONVOLUTIONS = ("convolution", "convolution_1d", "depthwise", "transposed")
+# The others are bound by memory.
+FLOPS = ("matmul", *CONVOLUTIONS, "recurrent", "attention")
+# FLOPs per byte below which a matrix product is bound by moving its factors.
+LOW_INTENSITY = 4.0
+LEAST_PART = 0.2  # of a product's time that its FLOPs keep, whatever its bytes seem to cost
 PHASES: tuple[Phase, Phase] = ("forward", "backward")
 LEAST_OVERHEAD_S = 1e-7
 Figure = np.ndarray  # a value over all rounds, then that of each round alone
@@ -140,7 +145,8 @@ def _added(short: tuple[Operation, ...], long: tuple[Operation, ...]) -> dict[tu
 def measure_rates(costs: Costs, effort: Effort, *, threads: int, processes: int) -> list[Rate]:
     """Return the curve of each class, dtype and phase; `costs` from `measure_overheads`."""
     points: dict[tuple[str, str, str], list[Point]] = {}
-    convolutions: dict[Phase, list[tuple[int, int, Figure]]] = {phase: [] for phase in PHASES}
+    moves: dict[str, Point] = {}
+    fitted: dict[tuple[str, Phase], list[tuple[int, int, Figure]]] = {}
     kernels = rate_kernels(quick=effort.quick)
     rounds = _time_rounds("rates", [(kernel, SHORT) for kernel in kernels], effort)
     for kernel, times in zip(kernels, rounds, strict=True):
@@ -153,16 +159,31 @@ def measure_rates(costs: Costs, effort: Effort, *, threads: int, processes: int)
             ]
             unit = "flops" if kernel.operator in FLOPS else "bytes"
             work = sum(getattr(operation, unit) * operation.count for operation in own)
-            if work:
-                busy_s = _busy_s(kernel, phase, times[phase], operations, costs, points)
-                if kernel.operator == "convolution":
-                    moved = sum(operation.bytes * operation.count for operation in own)
-                    convolutions[phase].append((work, moved, busy_s))
-                    continue
-                calls = sum(operation.count for operation in own)
-                key = (kernel.operator, phase, str(kernel.dtype).removeprefix("torch."))
-                points.setdefault(key, []).append(_point(work / calls, work / busy_s))
-    rates = _fit_convolutions(convolutions, threads=threads, processes=processes)
+            if not work:
+                continue
+            busy_s = _busy_s(kernel, phase, times[phase], operations, costs, points)
+            moved = sum(operation.bytes * operation.count for operation in own)
+            calls = sum(operation.count for operation in own)
+            if kernel.operator in CONVOLUTIONS:
+                fitted.setdefault((kernel.operator, phase), []).append((work, moved, busy_s))
+                continue
+            if kernel.operator == "matmul" and work < LOW_INTENSITY * moved:
+                moves[phase] = _point(moved / calls, moved / busy_s)
+                continue
+            if kernel.operator == "matmul" and phase in moves:
+                moved_s = moved / moves[phase].rate_per_s
+                busy_s = np.maximum(busy_s - moved_s, LEAST_PART * busy_s)
+            key = (kernel.operator, phase, str(kernel.dtype).removeprefix("torch."))
+            points.setdefault(key, []).append(_point(work / calls, work / busy_s))
+    rates = _fit_convolutions(fitted, threads=threads, processes=processes)
+    curves = [
+        (key, "flops" if key[0] in FLOPS else "bytes", curve) for key, curve in points.items()
+    ]
+    curves += [
+        (("matmul", phase, dtype), "bytes", [point])
+        for phase, point in moves.items()
+        for dtype in sorted({key[2] for key in points if key[0] == "matmul"})
+    ]
     return rates + [
         Rate(
             operator=operator,  # type: ignore[arg-type]  # a class of the kernels above
@@ -170,24 +191,27 @@ def measure_rates(costs: Costs, effort: Effort, *, threads: int, processes: int)
             dtype=dtype,
             threads=threads,
             processes=processes,
-            unit="flops" if operator in FLOPS else "bytes",
+            unit=unit,  # type: ignore[arg-type]  # one of the two
             source="probe",
             points=tuple(sorted(curve, key=lambda point: point.work)),
         )
-        for (operator, phase, dtype), curve in points.items()
+        for (operator, phase, dtype), unit, curve in curves
     ]
 
 
 def _fit_convolutions(
-    samples: dict[Phase, list[tuple[int, int, Figure]]], *, threads: int, processes: int
+    samples: dict[tuple[str, Phase], list[tuple[int, int, Figure]]],
+    *,
+    threads: int,
+    processes: int,
 ) -> list[Rate]:
-    """Return two rates per phase: a convolution computes, and rearranges its tensors to do so.
+    """Return two rates per class and phase: a convolution computes, and rearranges its tensors.
 
     ``seconds = flops / flops_rate + bytes / bytes_rate``, by relative least squares: the size of a
     call alone says little, since one with few channels is bound by the second term.
     """
     rates = []
-    for phase, rows in samples.items():
+    for (operator, phase), rows in samples.items():
         work = np.asarray([row[:2] for row in rows])
         seconds = np.asarray([row[2] for row in rows])
         # One fit to the best times, then one to those of each round.
@@ -199,7 +223,7 @@ def _fit_convolutions(
                 point = _point(largest, 1 / per_unit[per_unit > 0])
                 rates.append(
                     Rate(
-                        operator="convolution",
+                        operator=operator,  # type: ignore[arg-type]  # one of CONVOLUTIONS
                         phase=phase,
                         dtype="float32",
                         threads=threads,
@@ -264,17 +288,37 @@ def _point(work: float, rates_per_s: Figure) -> Point:
 TYPICAL_BYTES_PER_S = 50e9  # before the elementwise rates are known
 
 
+# Operators per parameter of an update in torch 2.13, as `training.capture` counts them.
+_SGD_OPERATORS, _ADAM_OPERATORS, _FOREACH_OPERATORS, _FOREACH_OTHERS = 3, 9, 8, 2
+
+
 def measure_optimizer(effort: Effort) -> Costs:
-    """Return the optimizer's seconds per operator and per step, from SGD with momentum and Adam."""
-    lines = []
-    for make, per_parameter in ((_sgd, 2), (_adam, 9)):
-        few, many = (_update_s(make, count, effort) for count in (4, 40))
-        each_s = (many - few) / 36
-        lines.append((each_s / per_parameter, np.maximum(0.0, few - 4 * each_s)))
+    """Return the optimizer's seconds per operator and per step, by kind of optimizer.
+
+    Loops over parameters: from SGD with momentum and Adam. ``foreach`` and ``fused``: from Adam's;
+    a CPU works on the tensors of a list one by one, so that each counts.
+    """
+    (sgd_s, sgd_step_s), (adam_s, adam_step_s) = (_line(make, effort) for make in (_sgd, _adam))
+    looped_s = (sgd_s / _SGD_OPERATORS + adam_s / _ADAM_OPERATORS) / 2
+    foreach_s = (_line(_foreach, effort)[0] - _FOREACH_OTHERS * looped_s) / _FOREACH_OPERATORS
+    foreach_s = np.maximum(LEAST_OVERHEAD_S, foreach_s)
+    # A fused update has one operator besides, which counts the steps of all parameters.
+    fused_s = np.maximum(LEAST_OVERHEAD_S, _line(_fused, effort)[0] - foreach_s)
     return {
-        ("elementwise", "optimizer"): sum(line[0] for line in lines) / 2,
-        ("step", "optimizer"): sum(line[1] for line in lines) / 2,
+        ("elementwise", "optimizer"): looped_s,
+        ("foreach", "optimizer"): foreach_s,
+        ("fused", "optimizer"): fused_s,
+        ("step", "optimizer"): (sgd_step_s + adam_step_s) / 2,
     }
+
+
+def _line(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], effort: Effort
+) -> tuple[Figure, Figure]:
+    """Return the seconds of an update per parameter, and what it takes besides."""
+    few, many = (_update_s(make, count, effort) for count in (4, 40))
+    each_s = (many - few) / 36
+    return each_s, np.maximum(0.0, few - 4 * each_s)
 
 
 def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -283,6 +327,14 @@ def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 def _adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters)
+
+
+def _foreach(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, foreach=True)
+
+
+def _fused(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, fused=True)
 
 
 def _update_s(

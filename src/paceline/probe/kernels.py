@@ -68,6 +68,32 @@ class Lookup(nn.Module):  # type: ignore[misc]  # torch is not typed for us
         return x_BW + self.table(index)
 
 
+class LookupBag(nn.Module):  # type: ignore[misc]  # torch is not typed for us
+    """Sums of rows of a table; the addition gives the indices a gradient path of their own."""
+
+    def __init__(self, rows: int, width: int, length: int) -> None:
+        super().__init__()
+        self.table, self.length = nn.EmbeddingBag(rows, width, mode="sum"), length
+
+    def forward(self, x_BW: torch.Tensor) -> torch.Tensor:  # noqa: N803  # shape letters
+        """Return x plus the sum of the rows of each sample."""
+        count = x_BW.shape[0] * self.length
+        index = torch.arange(count, device=x_BW.device) * 7919 % self.table.num_embeddings
+        return x_BW + self.table(index.view(-1, self.length))
+
+
+class Recurrent(nn.Module):  # type: ignore[misc]  # torch is not typed for us
+    """A fused recurrent layer; its output has the shape of its input where the widths are equal."""
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(inputs, width)
+
+    def forward(self, x_TBW: torch.Tensor) -> torch.Tensor:  # noqa: N803  # shape letters
+        """Return the outputs of all time steps."""
+        return self.cells(x_TBW)[0]
+
+
 class Transpose(nn.Module):  # type: ignore[misc]  # torch is not typed for us
     """A view."""
 
@@ -82,6 +108,30 @@ def _linear(width: int) -> Callable[[], nn.Module]:
 
 def _conv(into: int, out: int, size: int = 3) -> Callable[[], nn.Module]:
     return lambda: nn.Conv2d(into, out, size, padding=size // 2)
+
+
+def _depthwise(width: int) -> Callable[[], nn.Module]:
+    return lambda: nn.Conv2d(width, width, 3, padding=1, groups=width)
+
+
+def _transposed(into: int, out: int, size: int, stride: int) -> Callable[[], nn.Module]:
+    return lambda: nn.ConvTranspose2d(into, out, size, stride, (size - stride) // 2)
+
+
+def _conv_1d(width: int, size: int) -> Callable[[], nn.Module]:
+    return lambda: nn.Conv1d(width, width, size, padding=size // 2)
+
+
+def _group_norm(width: int) -> Callable[[], nn.Module]:
+    return lambda: nn.GroupNorm(width // 4, width)
+
+
+def _upsample() -> nn.Module:
+    return nn.Upsample(scale_factor=2, mode="bilinear")
+
+
+def _upsample_tiny() -> nn.Module:
+    return nn.Upsample(size=(4, 4), mode="bilinear")
 
 
 def _pool() -> nn.Module:
@@ -107,6 +157,13 @@ def tiny_kernels() -> list[Kernel]:
         Kernel(operator="softmax", layer=lambda: nn.Softmax(-1), shape=(8, 8)),
         Kernel(operator="pooling", layer=_pool_tiny, shape=(2, 2, 4, 4)),
         Kernel(operator="embedding", layer=lambda: Lookup(8, 8), shape=(8, 8)),
+        Kernel(operator="embedding_bag", layer=lambda: LookupBag(8, 8, 2), shape=(8, 8)),
+        Kernel(operator="convolution_1d", layer=_conv_1d(2, 3), shape=(2, 2, 8)),
+        Kernel(operator="depthwise", layer=_depthwise(4), shape=(2, 4, 4, 4)),
+        Kernel(operator="transposed", layer=_transposed(2, 2, 3, 1), shape=(2, 2, 4, 4)),
+        Kernel(operator="recurrent", layer=lambda: Recurrent(8, 8), shape=(24, 2, 8)),
+        Kernel(operator="group_norm", layer=_group_norm(8), shape=(2, 8, 4, 4)),
+        Kernel(operator="upsampling", layer=_upsample_tiny, shape=(2, 2, 4, 4)),
         Kernel(operator="attention", layer=Attention, shape=(1, 1, 4, 8)),
     ]
 
@@ -115,19 +172,31 @@ def tiny_kernels() -> list[Kernel]:
 def rate_kernels(*, quick: bool) -> list[Kernel]:
     """Return kernels of rising size for each class; `quick` keeps one size of each."""
     sizes: list[tuple[Operator, list[tuple[Callable[[], nn.Module], tuple[int, ...]]]]] = [
+        ("matmul", [(_linear(1024), (2, 1024))]),  # little to compute for each byte of the weight
         ("matmul", [(_linear(w), (m, w)) for m, w in ((32, 128), (64, 256), (128, 512))]),
         ("matmul", [(_linear(1024), (256, 1024))]),
         ("convolution", [(_conv(3, 16), (8, 3, 32, 32)), (_conv(16, 16), (16, 16, 16, 16))]),
         ("convolution", [(_conv(32, 32, 1), (16, 32, 16, 16)), (_conv(3, 32), (16, 3, 32, 32))]),
         ("convolution", [(_conv(64, 64), (8, 64, 8, 8)), (_conv(32, 64), (16, 32, 16, 16))]),
+        ("convolution_1d", [(_conv_1d(32, 3), (8, 32, 1024))]),
+        ("convolution_1d", [(_conv_1d(64, 5), (8, 64, 256))]),
+        ("depthwise", [(_depthwise(32), (8, 32, 32, 32))]),
+        ("depthwise", [(_depthwise(96), (16, 96, 14, 14))]),
+        ("transposed", [(_transposed(32, 16, 4, 2), (8, 32, 16, 16))]),
+        ("transposed", [(_transposed(64, 32, 2, 2), (16, 64, 8, 8))]),
         ("elementwise", [(nn.ReLU, (n, 1024)) for n in (16, 64, 256, 1024)]),
         ("transcendental", [(nn.GELU, (n, 1024)) for n in (16, 64, 256, 1024)]),
         ("random", [(lambda: nn.Dropout(0.5), (n, 1024)) for n in (16, 256)]),
         ("batch_norm", [(lambda: nn.BatchNorm2d(16), (n, 16, 16, 16)) for n in (4, 32, 128)]),
         ("layer_norm", [(lambda: nn.LayerNorm(256), (n, 256)) for n in (64, 1024, 4096)]),
+        ("group_norm", [(_group_norm(16), (n, 16, 32, 32)) for n in (4, 16)]),
         ("softmax", [(lambda: nn.Softmax(-1), (n, 64)) for n in (256, 4096, 16384)]),
         ("pooling", [(_pool, (n, 16, 16, 16)) for n in (4, 32, 128)]),
+        ("upsampling", [(_upsample, (n, 16, 16, 16)) for n in (4, 32)]),
         ("embedding", [(lambda: Lookup(256, 128), (n, 128)) for n in (256, 2048)]),
+        ("embedding_bag", [(lambda: LookupBag(4096, 32, 8), (n, 32)) for n in (64, 512)]),
+        ("recurrent", [(lambda: Recurrent(32, 64), (24, 8, 32))]),
+        ("recurrent", [(lambda: Recurrent(128, 160), (24, 24, 128))]),
         ("attention", [(Attention, (b, 4, s, 32)) for b, s in ((4, 32), (8, 64), (16, 128))]),
     ]
     kernels = [

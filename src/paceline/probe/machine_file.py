@@ -9,7 +9,7 @@ from paceline.core import node
 from paceline.core.affinity import allowed_cores
 from paceline.core.errors import ConfigError, CorruptData, NotFound, StorageError
 from paceline.core.machine import Device, Machine, Quantity
-from paceline.core.machine_file import machine_path, read_machine
+from paceline.core.machine_file import library_machine, machine_path, read_machine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,9 +18,14 @@ if TYPE_CHECKING:
 def load_machine(path: Path | None = None) -> Machine:
     """Return the machine at `path`, by default this host as it was probed.
 
+    Args:
+        path: a file, or the name of a machine of Paceline's library, as ``selene``.
+
     Raises:
         NotFound: there is none.
     """
+    if path is not None and not path.exists() and not path.suffix and len(path.parts) == 1:
+        return library_machine(str(path))
     chosen = path or machine_path()
     if not chosen.exists():
         raise NotFound(

@@ -32,7 +32,12 @@ from paceline.core.machine import (
 from paceline.core.processes import ended_on_signal
 from paceline.core.worker_process import WorkerCall, call_all
 from paceline.probe.links import measure_links
-from paceline.probe.protocol import MeasureRequest, WorkerMeasurement
+from paceline.probe.protocol import (
+    ComputeMeasurement,
+    MeasureRequest,
+    MemoryRates,
+    WorkerMeasurement,
+)
 from paceline.probe.quiet import QuietParts
 from paceline.probe.storage import measure_folder
 
@@ -187,8 +192,7 @@ def _run_workers(
 def _device(cores: int, workers: Sequence[WorkerMeasurement]) -> Device:
     # Of the two ranks that ran at once the first speaks for both: they measured the same.
     compute = [measured for worker in workers[:2] for measured in worker.compute]
-    memory = {measured.processes: measured.memory for measured in compute}
-    alone, shared = memory.get(1), memory.get(PAIR)
+    alone, shared = (_best_memory(compute, processes) for processes in (1, PAIR))
     cache = node.cache_bytes()
     overheads = [overhead for measured in compute for overhead in measured.overheads]
     frameworks = [overhead for measured in compute for overhead in measured.framework_overheads]
@@ -204,6 +208,15 @@ def _device(cores: int, workers: Sequence[WorkerMeasurement]) -> Device:
         rates=tuple(rate for measured in compute for rate in measured.rates),
         overheads=tuple(overheads),
         framework_overheads=(*frameworks, *_ddp(workers[1:])),
+    )
+
+
+def _best_memory(compute: Sequence[ComputeMeasurement], processes: int) -> MemoryRates | None:
+    """Return the memory's rates with the threads that reached the highest bandwidth."""
+    return max(
+        (measured.memory for measured in compute if measured.processes == processes),
+        key=lambda memory: memory.bandwidth_bytes_per_s.value,
+        default=None,
     )
 
 

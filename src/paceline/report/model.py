@@ -19,10 +19,11 @@ from paceline.core.errors import NotFound
 from paceline.core.estimate import Estimate
 from paceline.core.machine import Machine
 from paceline.perf.communication import MODELLED, collective_s
-from paceline.report.advice.gather import gather_facts
+from paceline.report.advice.gather import gather_facts, loader_workers
 from paceline.report.advice.rules import Advice, advise
 from paceline.report.comparable import difference
 from paceline.report.compare import Comparison, compare
+from paceline.report.data_nodes import DataUse, data_use, data_words
 from paceline.report.delays import cut_words, shift_words
 from paceline.report.out_of_core import (
     PlannedStep,
@@ -90,6 +91,7 @@ class Report:
         pipeline: how the ranks of a model in stages spent their batches; None without stages.
         bubble: why they idled.
         spilling: what a memory budget took; None without one, and where all fits.
+        data: what the nodes that served its packs did; None without such nodes.
         planned_step: of the rank with the budget's figures, if it left its plan.
     """
 
@@ -117,6 +119,7 @@ class Report:
     bubble: Bubble | None = None
     spilling: Spilling | None = None
     planned_step: PlannedStep | None = None
+    data: DataUse | None = None
 
     @property
     def words(self) -> str:
@@ -230,9 +233,11 @@ def gather(run: Path) -> Report:
     spilled = spilling(result, None)
     step = planned_step(folder, spilled.rank) if spilled else None
     spilled = spilling(result, step)
+    workers = loader_workers(trace.ranks)
+    data = data_use(folder, mean_of(analysis.phases), trace.world_size, workers)
     sentences = [
         *(hung, nan_words(analysis.nan), words, shift_words(analysis.shifts)),
-        *(spilling_words(spilled), disk_words(result), *gaps, rule),
+        *(spilling_words(spilled), disk_words(result), data_words(data), *gaps, rule),
     ]
     machine = folder.read_record(Machine, "machine.json")
     ended_badly = failure is not None or (result is not None and result.exit_code != 0)
@@ -263,6 +268,7 @@ def gather(run: Path) -> Report:
         bubble=bubble,
         spilling=spilled,
         planned_step=step,
+        data=data,
     )
 
 
@@ -356,6 +362,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "pipeline": _plain(report.pipeline),
         "bubble": _plain(report.bubble),
         "spilling": _plain(report.spilling),
+        "data": _plain(report.data),
         "stragglers": [_plain(straggler) for straggler in report.stragglers],
         "shifts": [_plain(shift) for shift in report.shifts],
         "ranks": [

@@ -15,6 +15,7 @@ from paceline.core.breakdown import PHASES
 from paceline.core.plan import Plan
 from paceline.report.advice.gather import mean_times
 from paceline.report.compare import shown_cells, shown_phases
+from paceline.report.data_nodes import node_rows
 from paceline.report.fitting_table import FittingTable
 from paceline.report.model import modelled_s
 from paceline.report.pipeline import cause_rows, rank_rows, transfer_words
@@ -81,6 +82,7 @@ def render_terminal(report: Report) -> Group:
         parts += [Text(), Text(f"not compared: {report.comparison.not_compared}", style="yellow")]
     if report.traffic:
         parts += [Text(), _traffic(report.traffic, report)]
+    parts += _data_nodes(report)
     return Group(*parts)
 
 
@@ -107,6 +109,7 @@ def render_details(report: Report) -> Group:
     if report.steps:
         parts += [Text(), _phases(report)]
     parts += _pipeline(report)
+    parts += _data_nodes(report)
     if report.loader_stages_s:
         parts += [Text(), _loader_stages(report.loader_stages_s, len(report.rank_phases))]
     return Group(
@@ -380,6 +383,14 @@ def _pipeline(report: Report) -> list[RenderableType]:
         Text(),
         Text(transfer_words(use)),
     ]
+
+
+def _data_nodes(report: Report) -> list[RenderableType]:
+    if report.data is None:
+        return []
+    heads, rows = node_rows(report.data)
+    shown = tuple(tuple(map(printable, row)) for row in rows[:_ROWS])
+    return [Text(), FittingTable(heads=tuple(heads), rows=shown, names=2)]
 
 
 def _loader_stages(stages_s: Mapping[str, float], ranks: int) -> FittingTable:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from paceline.core.errors import UsageError
 from paceline.core.estimate import PlanCandidate
+from paceline.core.measured_step import ComputeChoice
 from paceline.core.plan import Mesh, PipelineChoice, Plan, StrategyChoice
 from paceline.core.plan_file import PlanFile
+from paceline.core.workload_file import read_workload
 from paceline.perf import choose_buckets, divide, estimate
 from paceline.perf.out_of_core import fit, fit_stages
 from paceline.probe.machine_file import load_machine
+from paceline.studies.measured_estimate import estimate_here
 from paceline.training.capture_process import BatchDivision, StageDivision, capture_splits
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from paceline.core.allocator import AllocatorChoice
     from paceline.core.estimate import Estimate
     from paceline.core.machine import Machine
@@ -29,7 +31,7 @@ _AUTO_MICROBATCHES = (1, 2, 4)  # per stage; more make operators small before th
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyOptions:
-    """How ranks share the model and the batch.
+    """How ranks share the model and the batch, and what the price of compute rests on.
 
     Attributes:
         strategy: ``data``: each rank has the whole model; ``model``: each has a stage of it;
@@ -43,6 +45,9 @@ class StrategyOptions:
         fit_bytes: memory budget of each rank; None: none.
         buckets: bytes of gradients that are reduced in one collective; ``auto``: what is predicted
             to be fastest; None: torch's default.
+        compute: ``measured`` runs a few steps here and times their operators; ``rates`` takes the
+            machine's rates of operator classes; ``auto`` measures where the machine is this host,
+            the ranks have the whole model and the function's batch, and the step runs.
     """
 
     strategy: StrategyChoice | None = None
@@ -52,6 +57,7 @@ class StrategyOptions:
     batch: int | None = None
     fit_bytes: int | None = None
     buckets: int | Literal["auto"] | None = None
+    compute: ComputeChoice = "auto"
 
     def __post_init__(self) -> None:
         if self.fit_bytes is not None and self.fit_bytes < 1:
@@ -116,7 +122,8 @@ def predict(
     """Return the plan of a model on one node, with its estimate and the model's Workload.
 
     Args:
-        target: ``FILE.py:FUNCTION``; the function returns what a training step needs.
+        target: ``FILE.py:FUNCTION``; the function returns what a training step needs. Or a JSON
+            file with a Workload, or a plan file with one: torch is not needed for these.
         ranks: that train.
         threads: of each; by default an equal share of the machine's cores.
         machine_path: a Machine as JSON; by default what ``paceline probe`` wrote on this host.
@@ -144,15 +151,32 @@ def predict(
     if isinstance(options.buckets, int):
         plan = replace(plan, bucket_bytes=options.buckets)
     chooses = options.buckets == "auto"
-    if options.resolved == "data" and options.batch is None and options.partitions in (None, 1):
-        captured = capture_splits(target, (), memory=options.fit_bytes is not None)
-        workload = captured.workload
+    if target.endswith(".json"):
+        _check_stored(target, options)
+        workload = read_workload(Path(target))
         plan = choose_buckets(machine, workload, plan) if chooses else plan
         predicted = estimate(machine, workload, plan)
+        return PlanFile(plan=plan, estimate=predicted, workload=workload)
+    if options.resolved == "data" and options.batch is None and options.partitions in (None, 1):
+        captured = capture_splits(
+            target,
+            (),
+            memory=options.fit_bytes is not None,
+            may_run=options.compute == "measured",
+        )
+        workload = captured.workload
+        plan = choose_buckets(machine, workload, plan) if chooses else plan
+        predicted = estimate_here(machine, workload, plan, target, options.compute)
         if options.fit_bytes is not None and captured.events is not None:
             found = fit(machine, workload, plan, captured.events, options.fit_bytes)
             predicted = replace(predicted, memory_fit=found)
         return PlanFile(plan=plan, estimate=predicted, workload=workload)
+    if options.compute == "measured":
+        raise UsageError(
+            "a step is measured with the whole model and the function's batch",
+            where=f"paceline plan --compute measured --strategy {options.resolved}",
+            fix="Leave out --batch, --strategy and --partitions, or plan with --compute rates",
+        )
     if options.fit_bytes is not None:
         _check_fit(options, engine)
     shapes = _shapes(options, ranks)
@@ -168,6 +192,28 @@ def predict(
     if options.fit_bytes is None:
         return file
     return _fitted(machine, target, file, captured.batch, options.fit_bytes)
+
+
+def _check_stored(target: str, options: StrategyOptions) -> None:
+    """Raise an error for what a stored Workload does not say.
+
+    Raises:
+        UsageError: the model itself is needed.
+    """
+    asks = {
+        "--compute measured": options.compute == "measured",
+        "--batch": options.batch is not None,
+        "--fit": options.fit_bytes is not None,
+        "--partitions": options.resolved != "data" or options.partitions not in (None, 1),
+    }
+    needed = [option for option, is_asked in asks.items() if is_asked]
+    if needed:
+        raise UsageError(
+            f"{needed[0]} needs the model itself",
+            where=target,
+            why="a stored workload is one step of one rank",
+            fix="Give FILE.py:FUNCTION, or leave it out",
+        )
 
 
 def _check_fit(options: StrategyOptions, engine: EngineChoice) -> None:

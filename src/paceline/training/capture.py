@@ -33,11 +33,13 @@ from paceline.core.workload import (
     SharedParameter,
     Workload,
 )
+from paceline.training import lbfgs
+from paceline.training.live_memory import LiveMemory
 from paceline.training.operators import bytes_of, tensors_in, works_of
 from paceline.training.source_line import source_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from paceline.core.machine import Phase
 
@@ -56,6 +58,7 @@ class TrainingStep:
         dataset: what is known of the data.
         split_points: names of submodules that make up the model, for a plan that cuts it into
             stages, as `paceline.training.prepare` takes them.
+        accumulation: forward and backward passes, each of such a batch, before an update.
     """
 
     module: torch.nn.Module
@@ -65,10 +68,23 @@ class TrainingStep:
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
     dataset: Dataset | None = None
     split_points: tuple[str, ...] = ()
+    accumulation: int = 1
+
+    def __post_init__(self) -> None:
+        if self.accumulation < 1:
+            raise UsageError(
+                f"accumulation must be at least 1, got {self.accumulation}",
+                where=type(self.module).__name__,
+                fix="Give the number of backward passes before an update; 1 for none",
+            )
 
 
 def capture(
-    step: TrainingStep, *, name: str = "", record: Callable[..., OperatorRecorder] | None = None
+    step: TrainingStep,
+    *,
+    name: str = "",
+    record: Callable[..., OperatorRecorder] | None = None,
+    runs: bool = False,
 ) -> Workload:
     """Return the Workload of one training step, without running it.
 
@@ -77,17 +93,23 @@ def capture(
         name: of the workload; by default the module's class.
         record: makes the recorder from the module, whose tensors are fake, and the inputs; None:
             one whose layers are the model's submodules.
+        runs: whether a copy of the model runs on its batch after all, as one that branches on
+            values of tensors has to.
 
     Raises:
         UsageError: the model needs values, not only shapes, to go on (data-dependent control flow),
             or returns no tensor to differentiate.
     """
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        module = fake_copy(step.module, fake)
-        inputs, target = fake_values(step.inputs, fake), fake_values(step.target, fake)
+        if runs:
+            mode: Any = contextlib.nullcontext()
+            module, inputs, target = copy.deepcopy(step.module), step.inputs, step.target
+        else:
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            module = fake_copy(step.module, mode)
+            inputs, target = fake_values(step.inputs, mode), fake_values(step.target, mode)
         recorder = record(module, inputs) if record else OperatorRecorder(module)
-        with fake, recorder.watching():
+        with mode, recorder.watching():
             optimizer = _run(recorder, module, inputs, target, step)
     except UsageError:
         raise
@@ -96,7 +118,8 @@ def capture(
             "the model cannot be captured",
             where=f"{type(step.module).__name__}; {source_line(problem)}",
             why=f"{type(problem).__name__}: {problem}",
-            fix="Check that a training step runs, and that no layer branches on tensor values",
+            fix="Check that a training step runs, and that no layer branches on tensor values; or "
+            "plan with --compute measured, which runs it",
         ) from problem
     batch = tensors_in(inputs)
     return Workload(
@@ -107,13 +130,15 @@ def capture(
         edges=recorder.edges(),
         shared=recorder.shared(),
         largest_bytes=recorder.largest_bytes,
+        peak_bytes=recorder.peak_bytes(_state_bytes(optimizer)),
+        accumulation=step.accumulation,
         optimizer=type(optimizer).__name__ if optimizer else "",
         optimizer_bytes=_state_bytes(optimizer),
         dataset=step.dataset,
         measured=("dataset.seconds_per_sample",)
         if step.dataset and step.dataset.seconds_per_sample
         else (),
-        derived=("layers", "input_bytes", "optimizer_bytes"),
+        derived=("layers", "input_bytes", "optimizer_bytes", "peak_bytes"),
     )
 
 
@@ -125,14 +150,39 @@ def _run(
     step: TrainingStep,
 ) -> torch.optim.Optimizer | None:
     optimizer = step.optimizer(module.parameters()) if step.optimizer else None
-    if optimizer is not None:
-        _check_optimizer(optimizer)
+    passes = step.accumulation * _evaluations(optimizer)
+    _pass(recorder, module, inputs, target, step)
+    if passes > 1:  # the first pass makes the gradients, the others add to them
+        recorder.repeat(passes - 1)
+        _pass(recorder, module, inputs, target, step)
+        recorder.repeat(1)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        recorder.count_vectors(lbfgs.vector_calls(optimizer))
+    elif optimizer is not None:
+        recorder.phase = None  # the first update also makes the state: not what a step costs
+        optimizer.step()
+        recorder.own_gradients()
+        recorder.phase = "optimizer"
+        optimizer.step()
+    recorder.phase = None
+    return optimizer
+
+
+def _pass(
+    recorder: OperatorRecorder,
+    module: torch.nn.Module,
+    inputs: Any,
+    target: Any,
+    step: TrainingStep,
+) -> None:
+    """Run one forward and backward pass."""
     recorder.phase = "forward"
     output = recorder.call(inputs)
     if step.loss_fn is None:
         loss = loss_in(output)
     else:
         loss = step.loss_fn(output) if target is None else step.loss_fn(output, target)
+    del output
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
         raise UsageError(
             "there is no loss to differentiate",
@@ -141,14 +191,6 @@ def _run(
         )
     recorder.phase = "backward"
     loss.backward()
-    if optimizer is not None:
-        recorder.phase = None  # the first update also makes the state: not what a step costs
-        optimizer.step()
-        recorder.own_gradients()
-        recorder.phase = "optimizer"
-        optimizer.step()
-    recorder.phase = None
-    return optimizer
 
 
 def call_arguments(module: torch.nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -183,15 +225,19 @@ def loss_in(output: Any) -> Any:
     return sum(tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad)
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose step runs the model, as often as the values of the loss ask for.
+def _evaluations(optimizer: torch.optim.Optimizer | None) -> int:
+    """Return how often an update runs the model: once before it, or as LBFGS does within it.
 
     Raises:
-        UsageError: its step cannot be called without a closure.
+        UsageError: another optimizer's step cannot be called without a closure.
     """
+    if optimizer is None:
+        return 1
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return lbfgs.evaluations(optimizer)
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is None or closure.default is not inspect.Parameter.empty:
-        return
+        return 1
     raise UsageError(
         f"a step of {type(optimizer).__name__} cannot be predicted",
         where=type(optimizer).__name__,
@@ -203,15 +249,32 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 def fake_copy(module: torch.nn.Module, fake: FakeTensorMode) -> torch.nn.Module:
     """Return a copy of a module whose tensors have shapes without data."""
     memo: dict[int, Any] = {}
-    for tensor in [*module.parameters(), *module.buffers()]:
-        memo[id(tensor)] = fake.from_tensor(tensor)
+    attributes = (value for part in module.modules() for value in vars(part).values())
+    others = [value for value in attributes if isinstance(value, torch.Tensor)]
+    for tensor in [*module.parameters(), *module.buffers(), *others]:
+        memo[id(tensor)] = _fake_tensor(tensor, fake)
     return copy.deepcopy(module, memo)
+
+
+def _fake_tensor(tensor: torch.Tensor, fake: FakeTensorMode) -> Any:
+    """Return a tensor without data; one of the meta device becomes one of the CPU.
+
+    On the meta device, torch decomposes attention, which then keeps more activations than the fused
+    operator of any device.
+    """
+    if tensor.device.type != "meta":
+        return fake.from_tensor(tensor)
+    with fake:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def fake_values(values: Any, fake: FakeTensorMode) -> Any:
     """Return values whose tensors have shapes without data, as deep as they are nested."""
     if isinstance(values, torch.Tensor):
-        return fake.from_tensor(values)
+        return _fake_tensor(values, fake)
     if isinstance(values, Mapping):  # also what only behaves like a dict, as tokenizers return
         return {key: fake_values(value, fake) for key, value in values.items()}
     if isinstance(values, tuple) and hasattr(values, "_fields"):  # a NamedTuple takes them singly
@@ -224,6 +287,8 @@ def fake_values(values: Any, fake: FakeTensorMode) -> Any:
 def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     if optimizer is None:
         return 0
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return lbfgs.state_bytes(optimizer)
     return sum(bytes_of(tensors_in(state)) for state in optimizer.state.values())
 
 
@@ -255,12 +320,16 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not
         self._sequence: list[int] = []
         self._sequence_layer: list[str] = []
         self._saved: dict[str, int] = Counter()
-        self._storages: dict[int, torch.UntypedStorage] = {}  # kept alive: an id stays one storage
+        self._calls = 1  # that one call stands for
+        self._saves = True
+        self._live = LiveMemory()
+        self._peaks: dict[str, int] = Counter()
         for tensor in [*module.parameters(), *module.buffers()]:
-            self._remember(tensor)
+            self._live.mark(tensor)
 
     def call(self, inputs: Any) -> Any:
         """Return the module's output for a batch."""
+        self._live.add(tensors_in(inputs))
         arguments, keywords = call_arguments(self._module, inputs)
         return self._module(*arguments, **keywords)
 
@@ -295,14 +364,24 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not
     def _leave(self, *_: Any) -> None:
         self._stack.pop()
 
-    def _remember(self, tensor: torch.Tensor) -> bool:
-        storage = tensor.untyped_storage()
-        known = storage._cdata in self._storages  # noqa: SLF001  # a storage has no other identity
-        self._storages[storage._cdata] = storage  # noqa: SLF001
-        return known
+    def repeat(self, calls: int) -> None:
+        """Let each call from now on stand for so many; the first pass alone keeps activations."""
+        self._calls = calls
+        self._saves = False
+
+    def count_vectors(self, calls: Iterable[lbfgs.VectorCalls]) -> None:
+        """Count an optimizer's operations on vectors of all parameters, which did not run."""
+        for equal in calls:
+            key = ("optimizer", "elementwise", "float32", 0, equal.bytes, "")
+            self._counts[""][key] += equal.calls
+
+    def peak_bytes(self, state_bytes: int) -> int:
+        """Return the most bytes that were alive in a step, the optimizer's state included."""
+        passes = max(self._peaks["forward"], self._peaks["backward"]) + state_bytes
+        return max(passes, self._peaks["optimizer"])
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self._remember(tensor):
+        if not self._live.mark(tensor) and self._saves:
             self._saved[self._stack[-1]] += tensor.untyped_storage().nbytes()
         return tensor
 
@@ -317,13 +396,16 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not
         made = tensors_in(result)
         dtype = str(made[0].dtype if made else torch.float32).removeprefix("torch.")
         if works[0].operator != "view":
+            self._live.add(made)
+            peak = max(self._peaks[self.phase or ""], self._live.now_bytes)
+            self._peaks[self.phase or ""] = peak
             largest = max((bytes_of([tensor]) for tensor in made), default=0)
             self.largest_bytes = max(self.largest_bytes, largest)
         # A module whose parameters another one uses is never entered itself.
         counts = self._counts.setdefault(self._layer(args), Counter())
         for work in works:
             key = (self.phase, work.operator, dtype, work.flops, work.bytes, work.name)
-            counts[key] += work.count
+            counts[key] += work.count * self._calls
         return result
 
     def _layer(self, args: Any) -> str:

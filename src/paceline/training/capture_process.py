@@ -69,6 +69,7 @@ class CaptureRequest(WorkerMessage):
         splits: how to divide that batch, in addition to the function's own step.
         memory: whether to capture the order in which the step's tensors are needed, too.
         stages: whose order is captured in place of the step's; None: no stages.
+        may_run: whether a step that cannot be captured on fake tensors may run.
     """
 
     path: str
@@ -78,6 +79,7 @@ class CaptureRequest(WorkerMessage):
     splits: tuple[BatchDivision, ...] = ()
     memory: bool = False
     stages: StageDivision | None = None
+    may_run: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +102,24 @@ class CapturedStep(WorkerMessage):
     stage_events: tuple[StepEvents, ...] = ()
 
 
+def split_target(target: str) -> tuple[Path, str]:
+    """Return the file and the function that ``FILE.py:FUNCTION`` names.
+
+    Raises:
+        NotFound: there is no such file.
+        UsageError: it is not of that form.
+    """
+    name, colon, function = target.rpartition(":")
+    if not colon or not function.isidentifier():
+        raise UsageError(
+            f"'{target}' is not FILE.py:FUNCTION", fix="For example: paceline plan model.py:step"
+        )
+    path = Path(name)
+    if not path.exists():
+        raise NotFound("no such file", where=str(path), fix="Check the path before the colon")
+    return path, function
+
+
 def capture_file(target: str, *, deadline_s: float = CAPTURE_DEADLINE_S) -> Workload:
     """Return the Workload of the training step that ``FILE.py:FUNCTION`` returns.
 
@@ -120,6 +140,7 @@ def capture_splits(
     copies: int = 1,
     memory: bool = False,
     stages: StageDivision | None = None,
+    may_run: bool = False,
     deadline_s: float = CAPTURE_DEADLINE_S,
 ) -> CapturedStep:
     """Return the Workloads of the training step of ``FILE.py:FUNCTION``, its batch divided.
@@ -131,6 +152,8 @@ def capture_splits(
         copies: how often the function's batch is in that batch.
         memory: whether to capture the events of the function's own step, too.
         stages: whose events to capture, too.
+        may_run: whether a step that cannot be captured on fake tensors may run, as one of a model
+            that branches on values.
         deadline_s: for the import of torch, the user's function and all captures together.
 
     Raises:
@@ -140,14 +163,7 @@ def capture_splits(
         DeadlineExceeded: the user's code did not end in time.
         PacelineError: the user's code met it, for example CorruptPack.
     """
-    name, colon, function = target.rpartition(":")
-    if not colon or not function.isidentifier():
-        raise UsageError(
-            f"'{target}' is not FILE.py:FUNCTION", fix="For example: paceline plan model.py:step"
-        )
-    path = Path(name)
-    if not path.exists():
-        raise NotFound("no such file", where=str(path), fix="Check the path before the colon")
+    path, function = split_target(target)
     work = WorkerCall(
         module=_WORKER,
         request=CaptureRequest(
@@ -158,6 +174,7 @@ def capture_splits(
             splits=tuple(splits),
             memory=memory,
             stages=stages,
+            may_run=may_run,
         ),
         answer=CapturedStep,
         name=f"capture of {target}",

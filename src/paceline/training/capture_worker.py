@@ -23,6 +23,7 @@ from paceline.training.capture_process import CapturedStep, CaptureRequest, Stag
 from paceline.training.out_of_core.capturing import capture_events
 from paceline.training.pipeline.stage_memory import capture_stages
 from paceline.training.pipeline.workload import capture_layers, resized
+from paceline.training.resident_memory import base_bytes
 
 if TYPE_CHECKING:
     from paceline.core.workload import Workload
@@ -88,8 +89,10 @@ def run(request: CaptureRequest) -> CapturedStep:
     """
     target = f"{request.path}:{request.function}"
     try:
-        step = to_step(load_function(Path(request.path), request.function)(), target)
-        return _capture(step, request)
+        function = load_function(Path(request.path), request.function)
+        process_bytes = base_bytes()
+        captured = _capture(to_step(function(), target), request)
+        return _with_process(captured, process_bytes)
     except PacelineError:
         raise
     except Exception as error:
@@ -103,7 +106,7 @@ def run(request: CaptureRequest) -> CapturedStep:
 
 
 def _capture(step: TrainingStep, request: CaptureRequest) -> CapturedStep:
-    workload = capture(step, name=request.function)
+    workload = _own_step(step, request)
     events = capture_events(step) if request.memory else None
     batch = request.batch or workload.batch * request.copies
     splits: dict[tuple[int, bool], Workload] = {}
@@ -118,6 +121,27 @@ def _capture(step: TrainingStep, request: CaptureRequest) -> CapturedStep:
         splits=tuple(splits[key] for key in keys),
         events=events,
         stage_events=_stage_events(step, request.stages) if request.stages else (),
+    )
+
+
+def _own_step(step: TrainingStep, request: CaptureRequest) -> Workload:
+    try:
+        return capture(step, name=request.function)
+    except UsageError:
+        if not request.may_run:
+            raise
+    return capture(step, name=request.function, runs=True)
+
+
+def _with_process(captured: CapturedStep, process_bytes: int) -> CapturedStep:
+    """Return the Workloads with what a process has before its model."""
+    return dataclasses.replace(
+        captured,
+        workload=dataclasses.replace(captured.workload, process_bytes=process_bytes),
+        splits=tuple(
+            dataclasses.replace(workload, process_bytes=process_bytes)
+            for workload in captured.splits
+        ),
     )
 
 

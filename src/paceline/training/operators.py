@@ -26,17 +26,23 @@ _CLASSES: dict[Operator, tuple[str, ...]] = {
     "attention": ("_scaled_dot_product", "_flash_attention", "_efficient_attention"),
     "matmul": (
         *("addmm", "_addmm", "addmv", "addbmm", "baddbmm", "bmm", "mm", "mv", "dot", "vdot"),
-        *("_scaled_mm", "mkldnn_rnn"),
+        "_scaled_mm",
     ),
+    "recurrent": ("mkldnn_rnn",),
     "convolution": ("convolution", "_convolution"),
     "batch_norm": ("native_batch_norm", "_native_batch_norm", "_batch_norm"),
-    "layer_norm": ("native_layer_norm", "native_group_norm", "_fused_rms_norm"),
+    "layer_norm": ("native_layer_norm", "_fused_rms_norm"),
+    "group_norm": ("native_group_norm",),
     "softmax": ("_softmax", "_safe_softmax", "_log_softmax"),
     "pooling": (
         *("max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool"),
-        *("_adaptive_avg_pool", "upsample"),
+        "_adaptive_avg_pool",
     ),
-    "embedding": ("embedding", "_embedding_bag"),
+    "upsampling": ("upsample", "_upsample"),
+    "embedding_bag": ("_embedding_bag",),
+    "embedding": ("embedding",),
+    "foreach": ("_foreach",),
+    "fused": ("_fused_adagrad", "_fused_adam", "_fused_sgd"),
     "transcendental": (
         *("gelu", "silu", "exp", "log", "tanh", "sigmoid", "erf", "pow", "sin", "cos"),
         "_thnn_fused",  # the gates of a recurrent cell, whose products came before
@@ -45,12 +51,15 @@ _CLASSES: dict[Operator, tuple[str, ...]] = {
 }
 # Cheap although they begin like a costly one: they work on a result that is known already.
 _CHEAP = ("tanh_backward", "sigmoid_backward", "logical")
-_COUNTED_IN_FLOPS = ("matmul", "convolution", "attention")
+_COUNTED_IN_FLOPS = (
+    *("matmul", "convolution", "convolution_1d", "depthwise", "transposed", "attention"),
+    "recurrent",
+)
 
 # Elementwise by what they do, in addition to those that torch itself calls pointwise or reductions:
 # they read their arguments once and write their result.
 _MOVES = (
-    *("_foreach", "_fused_adagrad", "_fused_adam", "_fused_sgd", "_index_put_impl", "_pad"),
+    *("_index_put_impl", "_pad"),
     *("_linalg_check_errors", "_local_scalar_dense", "stack"),
     *("_to_copy", "_unsafe_index", "all", "amax", "amin", "any", "arange", "argmax", "argmin"),
     *("binary_cross_entropy", "cat", "channel_shuffle", "clone", "constant_pad", "copy"),
@@ -170,9 +179,33 @@ def works_of(function: Any, args: Any, kwargs: Any, result: Any) -> tuple[Work, 
         return tuple(Work(*piece) for piece in pieces)
     flops = count_flops(function, args, kwargs, result)
     bytes_ = count_bytes(function, args, kwargs, result)
+    if operator == "convolution":
+        operator = _kind_of_convolution(_name(function), args)
+    if operator in ("foreach", "fused"):
+        # One call for all parameters; on a CPU the tensors of the list are worked on one by one.
+        count = max(1, len(args[0]))
+        return (Work(operator, count, 0, bytes_ // count),)
     described = _is_described(function, operator, flops)
     name = "" if described or not bytes_ else str(function.overloadpacket)
     return (Work(operator, 1, flops, bytes_, name),)
+
+
+def _kind_of_convolution(name: str, args: Any) -> Operator:
+    """Return the class of a convolution: kernels differ by what is summed, and over how many axes.
+
+    Args:
+        name: of the operator, without namespace.
+        args: of the call: of a backward one, the gradient comes before input and weight, and the
+            sizes of the bias are known.
+    """
+    is_backward = name.startswith("convolution_backward")
+    x, weight = args[1:3] if is_backward else args[0:2]
+    transposed, groups = (args[7], args[9]) if is_backward else (args[6], args[8])
+    if transposed:
+        return "transposed"
+    if groups > 1 and weight.shape[1] == 1:
+        return "depthwise"
+    return "convolution_1d" if x.dim() == 3 else "convolution"  # batch, channels, length
 
 
 def classify(function: Any) -> Operator | None:

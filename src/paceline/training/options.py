@@ -290,7 +290,7 @@ def options_of(given: dict[str, Any], plan: Plan | None) -> TrainingOptions:
         config = TrainingConfig()
     options = replace(options, microbatches=options.microbatches or config.microbatches)
     engine: Engine = options.engine or (plan.engine if plan else "allreduce")
-    precision: Precision = options.precision or (plan.precision if plan else "float32")
+    precision: Precision = options.precision or _planned_precision(plan)
     options = replace(options, engine=engine, precision=precision)
     if plan is not None and plan.mesh.tensor > 1 and options.tensor_parallel is None:
         options = replace(options, tensor_parallel="auto", tensor_parallel_ranks=plan.mesh.tensor)
@@ -305,6 +305,23 @@ def options_of(given: dict[str, Any], plan: Plan | None) -> TrainingOptions:
         schedule=options.schedule or plan.schedule,
         layers=options.layers or plan.layers or None,
     )
+
+
+def _planned_precision(plan: Plan | None) -> Precision:
+    """Return the precision of a plan; without one 32 bits.
+
+    Raises:
+        UsageError: it can be predicted, not trained with.
+    """
+    if plan is None:
+        return "float32"
+    if plan.precision == "float8":
+        raise UsageError(
+            "a plan has precision float8, which prepare does not train with",
+            where="prepare",
+            fix="Give precision='bfloat16', or plan with it",
+        )
+    return plan.precision
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

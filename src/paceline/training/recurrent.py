@@ -8,8 +8,8 @@ and (gh, h), g gates each::
                           elementwise          the gates themselves
 
 The steps depend on each other, so their products stay small: a rate for one large product would
-promise too much. Backward, each product has two gradients, of its input and of its weight. That of
-the recurrent weight is taken over all steps at once.
+promise too much. So a call counts as T pieces of the class ``recurrent``, each with its share of
+all products. Backward, each product has two gradients, of its input and of its weight.
 
 Source: Appleyard, Kocisky, Blunsom, Optimizing Performance of Recurrent Neural Networks on GPUs,
 2016, section 2 (which products there are, and which can be merged); oneDNN's primitive does the
@@ -40,25 +40,11 @@ def pieces_of(name: str, args: Any) -> tuple[Piece, ...]:
     x, input_weight, weight = args[:3]
     gates, width = weight.shape
     steps, batch = _steps_and_batch(x, hidden=args[5], width=width)
-    whole = 2 * steps * batch  # FLOPs per weight over all steps
-    per_step = 2 * batch
+    weights = input_weight.numel() + weight.numel()
     size = x.element_size()
-    input_bytes = size * (x.numel() + input_weight.numel() + steps * batch * gates)
-    step_bytes = size * (weight.numel() + batch * (width + gates))
-    gate_bytes = size * batch * (gates + 3 * width)
-    if name == _LAYER:
-        return (
-            ("matmul", 1, whole * input_weight.numel(), input_bytes),
-            ("matmul", steps, per_step * weight.numel(), step_bytes),
-            ("transcendental", steps, 0, gate_bytes),
-        )
-    weight_bytes = size * (weight.numel() + steps * batch * (width + gates))
-    return (
-        ("matmul", 2, whole * input_weight.numel(), input_bytes),
-        ("matmul", steps, per_step * weight.numel(), step_bytes),
-        ("matmul", 1, whole * weight.numel(), weight_bytes),
-        ("elementwise", steps, 0, 2 * gate_bytes),
-    )
+    bytes_ = size * (weights + batch * (x.shape[-1] + 2 * gates + 3 * width))
+    products = 1 if name == _LAYER else 2  # backward: gradients of the input and of the weight
+    return (("recurrent", steps, products * 2 * batch * weights, products * bytes_),)
 
 
 def _steps_and_batch(x: Any, *, hidden: Any, width: int) -> tuple[int, int]:

@@ -507,6 +507,13 @@ def refused():
         optimizer = torch.optim.SGD(model.parameters(), 0.2 if kind == "rate" and RANK else 0.1)
         settings = {"partitions": RANKS, "loss_fn": nn.functional.mse_loss, **extra}
         found[kind] = said(lambda m=model, o=optimizer, s=settings: prepare(m, o, **s))
+    # Only one rank has what it needs: the other one's error is that of both, and none waits.
+    own = {"loss_fn": nn.functional.mse_loss if RANK == 0 else None}
+    example = {"example_inputs": torch.ones(2, 4) if RANK == 0 else None}
+    for kind, settings in (("loss", {"partitions": RANKS, **own}), ("auto", example)):
+        settings = {"strategy": "auto" if kind == "auto" else None, **settings}
+        optimizer = torch.optim.SGD(models[1].parameters(), 0.1)
+        found[kind] = said(lambda o=optimizer, s=settings: prepare(models[1], o, **s))
     return found
 
 
@@ -523,8 +530,10 @@ def fails():
         prepared.model.staged.stages[0].module.register_forward_hook(fail)
     try:
         prepared.forward_backward(inputs, target)
-    except (ValueError, PacelineError) as problem:
-        first = type(problem).__name__
+    except ValueError as problem:
+        first = str(problem)
+    except PacelineError as problem:
+        first = f"{problem.what}: {problem.why}"
     return [first, said(lambda: prepared.forward_backward(inputs, target))]
 
 

@@ -69,7 +69,7 @@ def gather_facts(
         uneven_evaluation=uneven_evaluation(ranks, steps),
         host_work=mean_times([rank.host for rank in ranks]),
         checkpoints=max(_count(trace, Kind.CHECKPOINT, steps) for trace in traces),
-        loader_workers=_loader_workers(traces),
+        loader_workers=loader_workers(traces),
         loader_stages_s=_loader_stages_s(traces),
         ranks=max(by_node.values()),
         threads=threads,
@@ -193,7 +193,7 @@ def _count(trace: RankTrace, kind: Kind, steps: int) -> int:
     return len(_in_loop(trace, kind, steps))
 
 
-def _loader_workers(traces: Sequence[RankTrace]) -> int | None:
+def loader_workers(traces: Sequence[RankTrace]) -> int | None:
     """Return how many workers each loader has; None if loaders differ, or a rank does not say."""
     found: set[int] = set()
     for trace in traces:

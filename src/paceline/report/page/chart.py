@@ -32,7 +32,12 @@ ROWS = 64
 MAX_VALUES = 220_000
 _LINE_STYLES = 12  # see page.css
 _LABELS_PX, _AXIS_PX = 72.0, 40.0
-_AXIS_NAMES = {"s": "seconds", "h": "hours", "%": "percent of jobs"}
+_AXIS_NAMES = {
+    "s": "seconds",
+    "h": "hours",
+    "%": "percent of jobs",
+    "% of bytes": "percent of bytes",
+}
 # Values are kept as logarithms in two bytes: 1 ns to 10,000 s, within 0.03 %; 0 stands for 0.
 _LEAST_S, _DECADES = 1e-9, 13
 
@@ -62,7 +67,7 @@ class Chart:
         name: part of the ids of its elements, unique on the page.
         title: what it shows, in a few words.
         description: how to read it, for those who do not see it.
-        unit: of its horizontal axis: step, s, h, or % of jobs.
+        unit: of its horizontal axis: step, s, h, % of jobs, or % of bytes.
         end: the axis goes from 0 to here.
         height_px: of the plot.
         marks: of the plot; x from 0 to `FIELD`, y in pixels.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from paceline import __version__
 from paceline.core.files import check_replaceable, commit_text
 from paceline.report.page import (
+    data_nodes,
     memory,
     out_of_core,
     overview,
@@ -70,6 +71,7 @@ def render_html(report: Report) -> str:
             times.host_work(report),
             prediction.typical_step(report),
             traffic.collectives(report),
+            data_nodes.nodes(report),
             memory.peaks(report),
             out_of_core.transfers(report),
             provenance.sources(report),

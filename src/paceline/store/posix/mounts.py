@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # Not PACELINE_: these are no settings of the user's. native/posix/mounts.c reads them.
 MOUNTS = "_PACELINE_MOUNTS"
+OUTPUTS = "_PACELINE_OUTPUTS"
 ONLY = "_PACELINE_MOUNT_ONLY"
 NOT = "_PACELINE_MOUNT_NOT"
 _MOST = 16  # of native/posix/mounts.c
@@ -90,20 +91,24 @@ def variables(
     *,
     only: Sequence[str] = (),
     never: Sequence[str] = (),
+    outputs: Sequence[tuple[str, str, bool]] = (),
 ) -> dict[str, str]:
     """Return the variables that give a program these mounts, and what it starts.
 
     Args:
-        mounts: from `parse_mounts`; without any there are no variables.
+        mounts: from `parse_mounts`; without any, and without outputs, there are no variables.
         environ: what the program gets otherwise: other libraries to preload stay.
         only: names of the programs that see the mounts; none: all.
         never: names of programs that do not.
+        outputs: folders that programs write to (`paceline.store.serve.run_output`): for each its
+            folder on this node, the path below which programs see it, and whether programs of other
+            nodes write to it, too.
 
     Raises:
         Missing: the library was not installed with Paceline.
         UsageError: a name of a program is a path.
     """
-    if not mounts:
+    if not mounts and not outputs:
         return {}
     for name in (*only, *never):
         if not name or "/" in name or ":" in name:
@@ -120,10 +125,14 @@ def variables(
         )
     preloaded = [name for name in environ.get("LD_PRELOAD", "").replace(":", " ").split() if name]
     libraries = [str(library), *(name for name in preloaded if name != str(library))]
-    found = {
-        "LD_PRELOAD": ":".join(libraries),
-        MOUNTS: "\n".join(mount.to_line() for mount in mounts),
-    }
+    found = {"LD_PRELOAD": ":".join(libraries)}
+    if mounts:
+        found[MOUNTS] = "\n".join(mount.to_line() for mount in mounts)
+    if outputs:
+        found[OUTPUTS] = "\n".join(
+            "\t".join([folder, point, *(["shared"] if is_shared else [])])
+            for folder, point, is_shared in outputs
+        )
     return (
         found | ({ONLY: ":".join(only)} if only else {}) | ({NOT: ":".join(never)} if never else {})
     )

@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
-from paceline.native import PeerLink, peer_error
+from paceline.core.errors import UsageError
+from paceline.native import PeerLink, peer_error, tls_context
 from paceline.store.serve.card import NodeAddress, NodeCard, digest, host_identity
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from paceline.native import ExtentPlan
+    from paceline.native import ExtentPlan, TlsContext
 
 T = TypeVar("T")
+
+# Characters: who took part in a handshake may try tokens for as long as there is time.
+_SHORTEST_TOKEN = 16
 
 # What became of an extent (RangeOutcome, peer_link.hpp).
 MISSING, GOOD, DAMAGED, NOT_HELD = range(4)
@@ -84,12 +88,16 @@ class TcpNodeLink:
         address: of the node.
         pack: identity of the pack.
         token: "" if the node needs none.
+        tls: of this token; None: nothing is encrypted.
     """
 
-    def __init__(self, address: NodeAddress, pack: str, token: str = "") -> None:
+    def __init__(
+        self, address: NodeAddress, pack: str, token: str = "", tls: TlsContext | None = None
+    ) -> None:
         self.name = str(address)
         self._address = address
         self._digests = digest(token), digest(pack)
+        self._tls = tls
         self._lock = threading.Lock()
         self._idle: list[PeerLink] = []
         self._process = os.getpid()
@@ -151,7 +159,8 @@ class TcpNodeLink:
                 return result
         link = PeerLink()
         left_s = max(end_s - time.monotonic(), 0.0)
-        kind, why, _ = link.connect(self._address.host, self._address.port, *self._digests, left_s)
+        host, port = self._address.host, self._address.port
+        kind, why, _ = link.connect(host, port, *self._digests, left_s, self._tls)
         if kind:
             raise peer_error(kind, why, self.name)
         result = work(link, max(end_s - time.monotonic(), 0.0))
@@ -169,11 +178,33 @@ class TcpNodeLink:
             self._idle.append(link)
 
 
-def tcp_connector(pack: str, token: str) -> Connector:
-    """Return what makes the link to a node of this pack from its name, ``HOST:PORT``."""
+def encryption(token: str) -> TlsContext:
+    """Return TLS between those who have this token.
+
+    Raises:
+        UsageError: it is too short.
+        Missing: there is no OpenSSL.
+    """
+    if len(token) < _SHORTEST_TOKEN:
+        raise UsageError(
+            f"TLS needs a token of at least {_SHORTEST_TOKEN} characters, got {len(token)}",
+            why="its key follows from the token, and a short one can be guessed",
+            fix="Write a random one: openssl rand -hex 32 > token",
+        )
+    return tls_context(digest(token))
+
+
+def tcp_connector(pack: str, token: str, *, tls: bool = False) -> Connector:
+    """Return what makes the link to a node of this pack from its name, ``HOST:PORT``.
+
+    Raises:
+        UsageError: the token is too short for TLS.
+        Missing: there is no OpenSSL.
+    """
+    context = encryption(token) if tls else None
 
     def connect(name: str) -> NodeLink:
-        return TcpNodeLink(NodeAddress.parse(name), pack, token)
+        return TcpNodeLink(NodeAddress.parse(name), pack, token, context)
 
     return connect
 

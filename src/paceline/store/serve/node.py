@@ -28,7 +28,7 @@ from paceline.core.errors import PacelineError, RankLost, UsageError, storage_er
 from paceline.native import PeerServer, PeerStats
 from paceline.store.read.pack import open_packed
 from paceline.store.serve.card import NodeAddress, NodeCard, NodeLoad, digest, host_identity
-from paceline.store.serve.links import tcp_connector
+from paceline.store.serve.links import encryption, tcp_connector
 from paceline.store.serve.local_shards import LocalShards
 from paceline.store.serve.membership import (
     Action,
@@ -70,6 +70,7 @@ class NodeOptions:
         everywhere: patterns of sample names, as `fnmatch` has them: all nodes hold the shards of
             these samples; the same on all nodes.
         token: needed as soon as `listen` is no address of loopback.
+        tls: whether to encrypt what travels, with a key that follows from the token.
         source_bytes_per_s: limit for reading from the pack; 0: none.
         threads: that send.
         name: by which peers know this node, if that is not the address it listens on.
@@ -86,6 +87,7 @@ class NodeOptions:
     replicas: int = 1
     everywhere: tuple[str, ...] = ()
     token: str = ""
+    tls: bool = False
     source_bytes_per_s: float = 0.0
     threads: int = 1
     name: str = ""
@@ -146,7 +148,7 @@ class StoreNode:
             raise
         address = NodeAddress(host=options.listen.host, port=self.server.port)
         self.name = options.name or str(address)
-        self._connect = tcp_connector(self.pack.identity, options.token)
+        self._connect = tcp_connector(self.pack.identity, options.token, tls=options.tls)
         self._links: dict[str, NodeLink] = {}
         self.members = Membership(
             self_name=self.name,
@@ -164,7 +166,12 @@ class StoreNode:
             at_once=_AT_ONCE,
         )
         self.copier = ShardCopier(
-            self.pack, self.shards, self._links.__getitem__, options.wait_s, _AT_ONCE
+            self.pack,
+            self.shards,
+            self._links.__getitem__,
+            options.wait_s,
+            _AT_ONCE,
+            self._on_copied,
         )
         self._missed = self._failed_copies = 0
         self._turn = 0  # which peer to ask next
@@ -267,6 +274,9 @@ class StoreNode:
         for stage in self.staging.start(self.members.placement, now_s):
             self.copier.start(stage)
 
+    def _on_copied(self, count: int, from_source: bool) -> None:
+        """Take note of bytes that a copy has brought; from any thread."""
+
     def _due_peers(self) -> list[str]:
         """Return the peers to ask now: those that may be there or not, and some others in turn."""
         unsure = [name for name in self.members.unsure() if name in self._links]
@@ -337,17 +347,19 @@ class StoreNode:
             self._clock.wait(self._stop, min(left_s, _TICK_S) if is_busy else left_s)
 
     def _listen(self) -> PeerServer:
-        listen = self.options.listen
+        listen, token = self.options.listen, self.options.token
+        tls = encryption(token) if self.options.tls else None
         with storage_errors(
             "a node cannot listen", where=str(listen), fix="Give another address or port"
         ):
             return PeerServer(
                 listen.host,
                 listen.port,
-                digest(self.options.token),
+                digest(token),
                 digest(self.pack.identity),
                 self.options.threads,
                 self.options.listener,
+                tls,
             )
 
     def _take_what_is_here(self) -> None:

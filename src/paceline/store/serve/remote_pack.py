@@ -270,6 +270,7 @@ def open_remote(  # noqa: PLR0913  # one field each of what a client may choose
     replicas: int = 1,
     source: str | os.PathLike[str] | None = None,
     token: str = "",
+    tls: bool = False,
     wait_s: float = _WAIT_S,
     stage_wait_s: float = 0.0,
     maps_files: bool = True,
@@ -282,10 +283,12 @@ def open_remote(  # noqa: PLR0913  # one field each of what a client may choose
         index: folder with the pack's index, ``index.pace``; no shards are needed.
         nodes: their addresses, ``HOST:PORT``: as the nodes know each other. One that is up is
             enough: it names the others. None: those of this run, which was started with
-            ``paceline run --data`` and this path; then replicas, source and token are the run's.
+            ``paceline run --data`` and this path; then replicas, source, token and tls are the
+            run's.
         replicas: copies of each shard, as the nodes were started with.
         source: the whole pack, to read what no node has.
         token: that the nodes were started with.
+        tls: whether they were started with TLS.
         wait_s: for what one read asks of one node.
         stage_wait_s: how long to wait for a shard that no node has copied yet before it is read
             from the source. 0: not at all, so that a loop is never held up; with more, the shared
@@ -303,9 +306,9 @@ def open_remote(  # noqa: PLR0913  # one field each of what a client may choose
     if nodes is None:
         served = find_served(index, environment())
         index, nodes, source = served.local, served.nodes, served.place
-        replicas, token = served.replicas, served.token
+        replicas, token, tls = served.replicas, served.token, served.tls
     with open_packed(index, index_only=True) as opened:
-        connect = tcp_connector(opened.identity, token)
+        connect = tcp_connector(opened.identity, token, tls=tls)
     return RemotePack(
         index,
         [connect(node) for node in nodes],

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import PacelineError
+from paceline.native import ServedCount
 from paceline.store.serve.links import GOOD
 from paceline.store.serve.node import StoreNode
 
@@ -76,7 +76,19 @@ class SharingNode(StoreNode):
     ) -> None:
         self._requests = requests
         self._shown: set[int] | None = None
+        self._sent_bytes = 0  # of those that are counted
         super().__init__(pack, options, clock)
+
+    def _on_copied(self, count: int, from_source: bool) -> None:
+        staged = ServedCount.STAGED_SOURCE_BYTES if from_source else ServedCount.STAGED_PEER_BYTES
+        self._requests.count(staged, count)
+
+    def note_load(self) -> None:
+        """Bring the counts that are kept elsewhere up to date; by one thread at a time."""
+        sent = self.stats().bytes
+        self._requests.count(ServedCount.SENT_BYTES, sent - self._sent_bytes)
+        self._sent_bytes = sent
+        self._requests.raise_to(ServedCount.PEAK_COPIES, self.staging.left)
 
     def _say(self) -> None:
         super()._say()
@@ -89,14 +101,6 @@ class SharingNode(StoreNode):
         for shard in self._shown - held:
             self._requests.set_held(shard, is_held=False)
         self._shown = set(held)
-
-
-@dataclass(kw_only=True, slots=True)
-class RequestCounts:
-    """Bytes that programs on this node got from elsewhere."""
-
-    peer_bytes: int = 0
-    source_bytes: int = 0
 
 
 class RequestService:
@@ -119,14 +123,13 @@ class RequestService:
         stage_wait_s: float = 10.0,
         clock: Clock | None = None,
     ) -> None:
-        self.counts = RequestCounts()
         self._node = node
         self._lengths = [int(length) for length in node.pack.index.shard_lengths]
         self._requests = requests
         self._stage_wait_s = stage_wait_s
         self._clock: Clock = clock or SystemClock()
         self._stop = threading.Event()
-        self._lock = threading.Lock()  # of what follows, and the counts
+        self._lock = threading.Lock()  # of what follows
         self._avoided_s: dict[str, float] = {}
         self._overdue: set[int] = set()  # shards that were waited for in vain
         self._threads = [
@@ -136,6 +139,7 @@ class RequestService:
 
     def start(self) -> None:
         """Begin to answer, also what a server before this one was asked and did not answer."""
+        self._requests.count(ServedCount.SERVER_STARTS, 1)
         self._requests.recover()
         self._requests.set_state(ServerState.SERVING)
         for thread in self._threads:
@@ -195,7 +199,8 @@ class RequestService:
     def _places(self, shard: int) -> list[str]:
         """Return where a shard's bytes may be, the best place first."""
         members = self._node.members
-        here = [_SELF] if shard in members.held else []
+        # Where programs look: what they do not see there yet, they would ask for again, in vain.
+        here = [_SELF] if self._requests.is_held(shard) else []
         holders = members.holders(shard)
         # Owners that do not hold it yet are asked as well: then they copy it before others.
         owners = [
@@ -224,8 +229,7 @@ class RequestService:
                 _LOG.warning("%s; reading from replicas or the source instead", problem)
             return False
         if is_good:
-            with self._lock:
-                self.counts.peer_bytes += len(out)
+            self._requests.count(ServedCount.PEER_BYTES, len(out))
         return is_good
 
     def _is_overdue(self, shard: int, end_s: float) -> bool:
@@ -245,5 +249,4 @@ class RequestService:
                 if not count:
                     raise OSError(f"{path} is shorter than the pack's index says")
                 view = view[count:]
-        with self._lock:
-            self.counts.source_bytes += len(out)
+        self._requests.count(ServedCount.REQUEST_SOURCE_BYTES, len(out))

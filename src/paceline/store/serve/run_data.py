@@ -54,6 +54,8 @@ class ServedPack:
         nodes: addresses of all nodes.
         replicas: copies of each shard.
         token: of the nodes.
+        tls: whether what they send is encrypted.
+        requests: path of the memory in which this node's server counts what it does.
     """
 
     place: str
@@ -61,6 +63,8 @@ class ServedPack:
     nodes: tuple[str, ...]
     replicas: int
     token: str
+    tls: bool
+    requests: str
 
 
 def parse_data(specs: Iterable[str], mounts: Sequence[PackMount]) -> tuple[RunData, ...]:

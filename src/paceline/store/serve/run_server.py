@@ -3,7 +3,7 @@
 ::
 
     launcher ---stdin: ServerSpec---> guard ---fork---> server
-             <--stdout: ServerReport-----------------------+
+    launcher, programs <---memory of requests: counts--------+
 
 The launcher gives it a listening socket, the memory of requests and a lock as descriptors, and one
 line of JSON on stdin, when all nodes are there. The server is a child of this process, which forks
@@ -29,7 +29,6 @@ from typing import Any, Self
 
 from paceline.core.errors import PacelineError
 from paceline.core.processes import die_with_parent, signal_name
-from paceline.core.record import Record
 from paceline.native import RangeRequests
 from paceline.store.serve.card import NodeAddress
 from paceline.store.serve.node import NodeOptions
@@ -60,6 +59,7 @@ class ServerSpec:
         is_temporary: whether it is to be removed in the end.
         replicas: copies of each shard.
         token: of all nodes.
+        tls: whether what they send is encrypted.
         source_bytes_per_s: limit for reading from the source; 0: none.
     """
 
@@ -73,6 +73,7 @@ class ServerSpec:
     is_temporary: bool
     replicas: int
     token: str
+    tls: bool
     source_bytes_per_s: float
 
     def to_line(self) -> bytes:
@@ -84,25 +85,6 @@ class ServerSpec:
         """Return what `to_line` wrote."""
         fields: dict[str, Any] = json.loads(line)
         return cls(**{**fields, "peers": tuple(fields["peers"])})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServerReport(Record):
-    """What a server did in a run.
-
-    Attributes:
-        node: its address.
-        pack: folder of the source.
-        source_bytes: read from the source, by copies and for programs.
-        peer_bytes: that programs here got from other nodes; copies between nodes not counted.
-        sent_bytes: to other nodes.
-    """
-
-    node: str
-    pack: str
-    source_bytes: int
-    peer_bytes: int
-    sent_bytes: int
 
 
 def main() -> int:
@@ -163,9 +145,7 @@ def _fork(spec: ServerSpec, requests: RangeRequests) -> tuple[int, int, int]:
         die_with_parent(guard)
         os.close(stop)
         os.close(ended)
-        report = _serve(spec, requests, stop_reader)
-        sys.stdout.write(report.to_text())
-        sys.stdout.flush()
+        _serve(spec, requests, stop_reader)
         code = 0
     except PacelineError as problem:
         sys.stderr.write(f"paceline: data server {spec.name}: {problem}\n")
@@ -177,7 +157,7 @@ def _fork(spec: ServerSpec, requests: RangeRequests) -> tuple[int, int, int]:
         os._exit(code)  # what the guard has to clean up is not the child's
 
 
-def _serve(spec: ServerSpec, requests: RangeRequests, stop: int) -> ServerReport:
+def _serve(spec: ServerSpec, requests: RangeRequests, stop: int) -> None:
     options = NodeOptions(
         listen=NodeAddress.parse(spec.listen),
         name=spec.name,
@@ -186,6 +166,7 @@ def _serve(spec: ServerSpec, requests: RangeRequests, stop: int) -> ServerReport
         local=Path(spec.local),
         replicas=spec.replicas,
         token=spec.token,
+        tls=spec.tls,
         source_bytes_per_s=spec.source_bytes_per_s,
     )
     with SharingNode(spec.pack, options, requests) as node:
@@ -194,14 +175,9 @@ def _serve(spec: ServerSpec, requests: RangeRequests, stop: int) -> ServerReport
         service.start()
         while not select.select([stop], [], [], _BEAT_S)[0]:
             service.beat()
+            node.note_load()
         service.close()
-        return ServerReport(
-            node=spec.name,
-            pack=spec.pack,
-            source_bytes=node.source_bytes + service.counts.source_bytes,
-            peer_bytes=service.counts.peer_bytes,
-            sent_bytes=node.stats().bytes,
-        )
+        node.note_load()
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ class ShardCopier:
         link_to: the link to a peer.
         wait_s: for a piece that a peer sends.
         at_once: copies under way at most.
+        on_bytes: called with bytes that came, and whether from the source; from any thread.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class ShardCopier:
         link_to: Callable[[str], NodeLink],
         wait_s: float,
         at_once: int,
+        on_bytes: Callable[[int, bool], None] = lambda *_: None,
     ) -> None:
         self.source_bytes = 0  # read so far, as is the next
         self.peer_bytes = 0
@@ -49,6 +51,7 @@ class ShardCopier:
         self._shards = shards
         self._link_to = link_to
         self._wait_s = wait_s
+        self._on_bytes = on_bytes
         self._threads = ThreadPoolExecutor(at_once, "paceline-stage")
         self._running: dict[Future[None], StageShard] = {}
 
@@ -83,6 +86,7 @@ class ShardCopier:
             while piece := file.read(_PIECE_BYTES):
                 with self._lock:
                     self.source_bytes += len(piece)
+                self._on_bytes(len(piece), True)
                 yield piece
 
     def _pieces_of_peer(self, stage: StageShard) -> Iterator[bytes]:
@@ -98,4 +102,5 @@ class ShardCopier:
                 )
             with self._lock:
                 self.peer_bytes += len(piece)
+            self._on_bytes(len(piece), False)
             yield piece.tobytes()

@@ -26,8 +26,9 @@ from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors.hook_registry import HookRegistry
 from paceline.trace.collectors.on_import import on_import
 from paceline.trace.collectors.sampler import StackSampler
+from paceline.trace.collectors.served_data import ServedDataRecorder
 from paceline.trace.collectors.torch_collectives import CollectiveRecorder
-from paceline.trace.collectors.torch_hooks import Loop, RecordedKind, phase_of
+from paceline.trace.collectors.torch_hooks import Loop, RecordedKind, callback, phase_of
 from paceline.trace.collectors.torch_host import HostRecorder
 from paceline.trace.collectors.torch_in_flight import InFlight
 from paceline.trace.collectors.torch_internals import Capability
@@ -39,7 +40,7 @@ from paceline.trace.collectors.torch_steps import StepRecorder
 from paceline.trace.format.events import IDLE, MAIN, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 __all__ = ["TorchCollector", "discarded_recording", "phase_of"]
 
@@ -62,7 +63,7 @@ class TorchCollector:
             recorder, self.loop, self.in_flight, self.marks, self.available, self.hooks
         )
         self.host = HostRecorder(recorder, self.loop, self.phases)
-        self.pipeline = PipelineRecorder(recorder, self.hooks)
+        self.pipeline = PipelineRecorder(recorder, self.hooks, self.marks)
         self.sampler = StackSampler(recorder, self.loop)
         self.marks.on_first = self.sampler.start
 
@@ -100,6 +101,20 @@ class TorchCollector:
 
     def _see_steps(self) -> None:
         StepRecorder(self.recorder, self.loop, self.phases, self.marks, self.available, self.hooks)
+
+    def see_served_data(self, memories: Iterable[str]) -> None:
+        """Record what the data servers of this node do.
+
+        Args:
+            memories: see `ServedDataRecorder`.
+        """
+        counters = RecordedKind("what data servers do")
+
+        def install() -> None:
+            served = ServedDataRecorder(self.recorder, memories)
+            self.marks.on_step = callback(counters, served.note)
+
+        counters.attempt(install)
 
     def pause(self) -> None:
         """Take all hooks out of torch: what comes until `resume` runs, and costs, as unrecorded.

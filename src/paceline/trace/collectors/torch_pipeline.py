@@ -18,21 +18,28 @@ if TYPE_CHECKING:
     from paceline.native import Recorder
     from paceline.trace.collectors.hook_registry import HookRegistry
     from paceline.trace.collectors.torch_hooks import Arguments, Keywords
+    from paceline.trace.collectors.torch_marks import StepMarks
 
 
 class PipelineRecorder:
     """Records the actions that `paceline.training` performs; used by the main thread alone."""
 
-    def __init__(self, recorder: Recorder, hooks: HookRegistry) -> None:
+    def __init__(self, recorder: Recorder, hooks: HookRegistry, marks: StepMarks) -> None:
         self.recorder = recorder
         self.hooks = hooks
+        self.marks = marks
+        self._batch = 0  # number of the last one
         self.actions = RecordedKind("the actions of a pipeline's stages")
 
     def see_runtime(self, module: ModuleType) -> None:
         """See the actions of the runtime that a module has."""
         record, intern = self.recorder.record, self.recorder.intern
 
-        def before(_args: Arguments, _kwargs: Keywords) -> int:
+        def before(args: Arguments, _kwargs: Keywords) -> int:
+            number = args[1].number
+            if number == self._batch:
+                self.marks.within_batch()
+            self._batch = number
             return monotonic_ns()
 
         def after(begin_ns: int, _result: Any, args: Arguments, _kwargs: Keywords) -> None:

@@ -139,6 +139,19 @@ STOPPED = "stopped"
 TRAINED_BYTES = "trained_parameter_bytes"
 # A counter when the script begins to iterate over a loader: its workers, which load ahead.
 LOADER_WORKERS = "loader_workers"
+# Counters of a step on a node that serves data, by the node's first rank: how much each count of
+# the memory of requests (range_requests.hpp) grew.
+DATA_COUNTERS = {
+    "data_local_bytes": "local_bytes",
+    "data_peer_bytes": "peer_bytes",
+    "data_request_source_bytes": "request_source_bytes",
+    "data_program_source_bytes": "program_source_bytes",
+    "data_read_ns": "read_ns",
+    "data_staged_source_bytes": "staged_source_bytes",
+    "data_staged_peer_bytes": "staged_peer_bytes",
+    "data_sent_bytes": "sent_bytes",
+}
+DATA_QUEUE = "data_queue"  # a counter of the same: requests that waited at the end of the step
 # Counters of each batch of the store's loader: nanoseconds that its worker spent by stage.
 LOADER_STAGES = {
     stage: f"loader_{stage}_ns" for stage in ("read", "verify", "decode", "transform", "collate")

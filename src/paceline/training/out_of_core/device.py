@@ -194,6 +194,12 @@ class CachingAllocator:
     def keep_nothing(self) -> None:
         """Do nothing: blocks without a tensor do not count."""
 
+    def begin_interval(self, now_bytes: Callable[[], int]) -> None:
+        """Do nothing: torch's own statistics have the peak."""
+
+    def end_interval(self, peak_bytes: Callable[[], int]) -> None:
+        """Do nothing, as before."""
+
     def keep_within(self, budget_bytes: int, now_bytes: Callable[[], int]) -> None:
         """Do nothing, as before."""
 

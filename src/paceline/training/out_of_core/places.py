@@ -35,6 +35,12 @@ class TensorAllocator(Protocol):
     def keep_nothing(self) -> None:
         """Give freed memory back."""
 
+    def begin_interval(self, now_bytes: Callable[[], int]) -> None:
+        """Begin an interval that is recorded."""
+
+    def end_interval(self, peak_bytes: Callable[[], int]) -> None:
+        """Note what the process took for a while in it."""
+
     def keep_within(self, budget_bytes: int, now_bytes: Callable[[], int]) -> None:
         """Keep freed memory while all stays below the budget."""
 

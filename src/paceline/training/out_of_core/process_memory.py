@@ -139,6 +139,9 @@ class Allocator:
         self._pool = redirect_allocations(_TORCH_LIBRARY)
         # The most that the process had beside the pool, in this step and in the one before.
         self._others_bytes = self._others_before_bytes = 0
+        # The most that it had for a while within an interval: in the recorded step, and now.
+        self._passing_bytes = self._passing_now_bytes = 0
+        self._others_at_begin = 0  # of the interval
 
     @property
     def is_pooled(self) -> bool:
@@ -166,8 +169,24 @@ class Allocator:
     def keep_nothing(self) -> None:
         """Give every large block back when it is freed."""
         self._others_bytes = self._others_before_bytes = 0
+        self._passing_bytes = self._passing_now_bytes = 0
         if self._pool is not None:
             self._pool.set_cap(0)
+
+    def begin_interval(self, now_bytes: Callable[[], int]) -> None:
+        """Begin an interval that is recorded: the pool keeps nothing meanwhile."""
+        if self._pool is not None:
+            self._pool.restart_peak()
+            self._others_at_begin = now_bytes() - self.counts().resident_bytes
+
+    def end_interval(self, peak_bytes: Callable[[], int]) -> None:
+        """Note what the process took for a while, beside the pool and what it had before.
+
+        An operator's own workspace is gone at the next event, where `keep_within` looks.
+        """
+        if self._pool is not None:
+            beside = peak_bytes() - self.counts().peak_used_bytes
+            self._passing_now_bytes = max(self._passing_now_bytes, beside - self._others_at_begin)
 
     def end_step(self) -> int:
         """Return the most bytes that were in use in the step; 0 where that is not known.
@@ -177,6 +196,8 @@ class Allocator:
         """
         others = max(self._others_bytes, self._others_before_bytes)
         self._others_before_bytes, self._others_bytes = self._others_bytes, 0
+        self._passing_bytes = self._passing_now_bytes or self._passing_bytes
+        self._passing_now_bytes = 0
         if self._pool is None:
             return 0
         peak = self.counts().peak_used_bytes
@@ -196,7 +217,8 @@ class Allocator:
         # A block that nobody has touched yet has no pages: the rest looks smaller for a while. So
         # the most of some time counts, which a whole step is in.
         self._others_bytes = max(self._others_bytes, now_bytes() - counts.resident_bytes)
-        cap = max(budget_bytes - max(self._others_bytes, self._others_before_bytes), 0)
+        others = max(self._others_bytes, self._others_before_bytes) + self._passing_bytes
+        cap = max(budget_bytes - others, 0)
         if cap != counts.cap_bytes:
             self._pool.set_cap(cap)
 
@@ -218,7 +240,7 @@ class Allocator:
 
     def counts(self) -> PoolCounts:
         """Return what the pool has and has done."""
-        return PoolCounts(*self._pool.counts()) if self._pool is not None else PoolCounts(*[0] * 5)
+        return PoolCounts(*self._pool.counts()) if self._pool is not None else PoolCounts(*[0] * 6)
 
 
 def _fill(block: torch.Tensor) -> None:

@@ -183,6 +183,7 @@ class Session:
             self._recorder.begin_step()
         if self.mode == "record":
             self._recorder.step.enter(event)
+            self.allocator.end_interval(self.memory.peak_bytes)
         elif (plan := self._planned()) is not None and (expected := plan.expected(at)) != event:
             self._diverge(plan, f"event {at} is {_said(event)}, {_said(expected)} before")
         return at
@@ -190,6 +191,7 @@ class Session:
     def leave(self) -> None:
         """Go on with the step after an event."""
         if self.mode == "record":
+            self.allocator.begin_interval(self.memory.now_bytes)
             self._recorder.step.leave()
         else:
             self._hold_budget()

@@ -19,11 +19,13 @@ submodules that are called one after another (`split_points`).
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import inspect
 import operator
 import os
+import sys
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -248,6 +250,15 @@ def _set_random_states(states: tuple[Any, ...]) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray(own), dtype=torch.uint8))
 
 
+def _class_of_no_proxy(value: Any, kinds: Any, _original: Any = isinstance) -> bool:
+    """Return what `isinstance` returns, but for a Proxy, whose class is not that of its value."""
+    if _original(value, fx.Proxy) and not _original(value, kinds):
+        file = sys._getframe(1).f_code.co_filename  # noqa: SLF001  # inspect's take the whole stack
+        if not file.startswith(_TORCH_FOLDER):  # torch knows of proxies
+            raise _Hidden("isinstance")
+    return bool(_original(value, kinds))
+
+
 @contextlib.contextmanager
 def _watched(tracer: _Tracer) -> Iterator[None]:
     """Raise `_Hidden` where what is traced, or what it calls, does what a graph does not have.
@@ -272,8 +283,10 @@ def _watched(tracer: _Tracer) -> Iterator[None]:
 
     changed: list[tuple[Any, str]] = [*_CONTEXTS, *((torch, name) for name in _QUESTIONS)]
     originals = [(owner, name, getattr(owner, name)) for owner, name in changed]
+    originals.append((builtins, "isinstance", isinstance))
     for owner, name in changed:
         setattr(owner, name, refuse(name if owner is torch else owner.__name__))
+    builtins.isinstance = _class_of_no_proxy
     nn.Module.training = property(mode_of, set_mode)
     try:
         yield

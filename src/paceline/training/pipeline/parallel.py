@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from paceline.core.errors import UsageError, first_line
+from paceline.core.errors import RankLost, UsageError, first_line
 from paceline.schedules.pipeline import StageEdge, check_pipeline
 from paceline.training.local_tensors import local, part_of, whole
 from paceline.training.pipeline.computing import ComputeOptions, StageComputing
@@ -218,6 +218,8 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
             yield
         except BaseException as problem:
             self._failure = f"{type(problem).__name__}: {first_line(problem)}"
+            if self._transfers is not None and not isinstance(problem, RankLost):
+                self._transfers.fail(self._failure)
             raise
 
     def _check_usable(self) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.core.errors import UsageError
+from paceline.core.errors import UsageError, first_line
 from paceline.core.plan import MICROBATCHES_PER_STAGE
 from paceline.schedules.pipeline import (
     ORDERS,
@@ -30,7 +30,7 @@ from paceline.training.batch_norm import (
 from paceline.training.engine.data_parallel import check_equal
 from paceline.training.engine.exchange import RowExchange
 from paceline.training.engine.modes import broadcast_values, check_stateless
-from paceline.training.engine.ranks import find_ranks, first_difference
+from paceline.training.engine.ranks import computed_by_all, find_ranks, first_difference
 from paceline.training.pipeline.batch_inputs import inputs_without_samples
 from paceline.training.pipeline.choice import (
     estimate_layouts,
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from paceline.training.engine.ranks import Ranks
     from paceline.training.health import GradientCheck
     from paceline.training.options import TrainingOptions
+    from paceline.training.pipeline.graph import CapturedGraph
 
 _MOST_SHOWN = 40  # names of layers in an error
 
@@ -121,14 +122,21 @@ def choose_shape(
     """
     if options.strategy != "auto" or world == 1:
         return options, []
-    if given.example_inputs is None:
-        raise UsageError(
-            "the strategy auto estimates the model for an example",
-            where="prepare(strategy='auto')",
-            fix="Give example_inputs: a batch as each rank gets it",
-        )
-    captured = capture(given.model, given.example_inputs, split_points=options.split_points)
     ranks = find_ranks(None, group)
+    graphs: list[CapturedGraph] = []
+
+    def capture_example() -> None:
+        if given.example_inputs is None:
+            raise UsageError(
+                "the strategy auto estimates the model for an example",
+                where="prepare(strategy='auto')",
+                fix="Give example_inputs: a batch as each rank gets it",
+            )
+        model, points = given.model, options.split_points
+        graphs.append(capture(model, given.example_inputs, split_points=points))
+
+    computed_by_all(capture_example, ranks, "prepare(strategy='auto')")
+    captured = graphs[0]
     rates = measure_rates(ranks, next(given.model.parameters()).device)
     counted = layer_costs(captured, given.example_inputs)
     costs = measured(captured, given.example_inputs, counted, ranks)
@@ -221,13 +229,8 @@ def in_stages(
         UsageError: the model cannot be captured or divided, or the ranks' models differ.
     """
     model, optimizer, loss_fn, example_inputs = given
-    if loss_fn is None:
-        raise UsageError(
-            "the rank of the last stage needs the loss",
-            where="prepare(partitions=...)",
-            fix="Give loss_fn, for example torch.nn.functional.cross_entropy",
-        )
-    check_stateless(optimizer)
+    computed_by_all(lambda: _check_given(given), ranks, "prepare(partitions=...)")
+    assert loss_fn is not None
     use_own_batch(batch_norms(model, only_synchronised=True))
     synchronised = batch_norms(model, only_synchronised=not options.sync_batch_norm)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -256,6 +259,21 @@ def in_stages(
         parallel.group_names.append(own_names)
         group["params"] = [parallel.own[name] for name in own_names if name in parallel.own]
     return parallel
+
+
+def _check_given(given: GivenModel) -> None:
+    """Raise an error for a model without a loss, or an optimizer that has begun.
+
+    Raises:
+        UsageError: it is one of them.
+    """
+    if given.loss_fn is None:
+        raise UsageError(
+            "the rank of the last stage needs the loss",
+            where="prepare(partitions=...)",
+            fix="Give loss_fn, for example torch.nn.functional.cross_entropy",
+        )
+    check_stateless(given.optimizer)
 
 
 def _synchronise(
@@ -304,13 +322,15 @@ def _agreed_stages(
         UsageError: this or another rank cannot divide the model, or divides another one.
     """
     staged: StagedModel | None = None
-    problem: UsageError | None = None
+    problem: Exception | None = None
     try:
         staged = stage(model, options, stages, example_inputs)
-    except UsageError as own:
+    except Exception as own:  # noqa: BLE001  # whatever a model raises; it is raised below
         problem = own
     lines = staged.lines if staged is not None else ()
-    text = problem.what if problem is not None else zlib.crc32("\n".join(lines).encode())
+    text: str | int = zlib.crc32("\n".join(lines).encode())
+    if problem is not None:
+        text = problem.what if isinstance(problem, UsageError) else first_line(problem)
     difference = first_difference(text, ranks)
     if problem is not None:
         raise problem

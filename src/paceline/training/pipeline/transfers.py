@@ -305,6 +305,11 @@ class Transfers:
         except (RuntimeError, RankLost) as problem:
             raise self._lost(peer, what, problem) from problem
 
+    def fail(self, why: str) -> None:
+        """Say why this rank sends nothing more; other ranks read it where a wait of theirs ends."""
+        with contextlib.suppress(RuntimeError):  # as in `_follow`
+            self._store.set(f"failed/{self._rank}", why)
+
     def wait_for_all(self, work: Any, what: str) -> None:
         """Wait for a collective.
 
@@ -320,15 +325,26 @@ class Transfers:
         is_late = isinstance(problem, DeadlineExceeded) or "imed out" in text or "imeout" in text
         culprit = self._follow(peer)
         kind = DeadlineExceeded if is_late else RankLost
+        why = f"waited {self._deadline.total_seconds():g} s" if is_late else text
         did = "did not answer" if is_late else "ended"
+        failure = self._failure_of(culprit)
+        if failure is not None:
+            did, why = "failed", failure
         who = "a rank" if culprit is None else f"rank {culprit}"
         via = "" if peer in (culprit, None) else f", which rank {peer} waits for,"
         return kind(
             f"{who}{via} {did}",
             where=f"rank {self._rank}; {what}",
-            why=f"waited {self._deadline.total_seconds():g} s" if is_late else text,
+            why=why,
             fix=f"Look at the end of the log of {who}",
         )
+
+    def _failure_of(self, rank: int | None) -> str | None:
+        """Return what a rank said when it failed; None where it said nothing."""
+        with contextlib.suppress(RuntimeError):  # as in `_follow`
+            if rank is not None and self._store.check([f"failed/{rank}"]):
+                return str(self._store.get(f"failed/{rank}").decode())
+        return None
 
     def _follow(self, peer: int | None) -> int | None:
         """Return the rank at the end of the chain of those that wait for each other."""

@@ -1,0 +1,106 @@
+"""One rank of a training of `predict_unseen.py`: prints its step times and its peak memory.
+
+    python bench/unseen_ranks.py MODEL RANK RANKS THREADS STORE SECONDS
+
+Steps that reduce gradients alternate with steps in `no_sync`: the difference is the communication
+that is exposed. Under ``paceline run`` (without RANK and STORE: ``MODEL RANKS THREADS``) it makes a
+few steps, all of which reduce gradients.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import unseen_models
+from torch.nn.parallel import DistributedDataParallel
+
+WARM, LEAST, MOST, RECORDED = 6, 10, 2000, 8
+FIELDS = ("module", "inputs", "target", "loss_fn", "optimizer")
+
+
+class Training:
+    """A model in training, on one rank."""
+
+    def __init__(self, name, ranks, threads):
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        step = getattr(unseen_models, name)()
+        self.step = step if isinstance(step, dict) else dict(zip(FIELDS, step, strict=True))
+        self.ranks = ranks
+        module = self.step["module"]
+        self.module = DistributedDataParallel(module) if ranks > 1 else module
+        self.optimizer = self.step["optimizer"](module.parameters())
+
+    def run(self, *, reduces):
+        """Make a step; return its seconds."""
+        count = self.step.get("accumulation", 1)
+        begin = time.perf_counter()
+        self.optimizer.zero_grad()
+        for number in range(count):
+            with self._reducing(reduces and number == count - 1):
+                self._loss().backward()
+        self.optimizer.step()
+        return time.perf_counter() - begin
+
+    def _reducing(self, reduces):
+        if self.ranks == 1 or reduces:
+            return contextlib.nullcontext()
+        return self.module.no_sync()
+
+    def _loss(self):
+        inputs = self.step["inputs"]
+        if isinstance(inputs, dict):
+            return self.module(**inputs)["loss"]
+        output = self.module(*inputs) if isinstance(inputs, tuple) else self.module(inputs)
+        return self.step["loss_fn"](output, self.step["target"])
+
+
+def timed(training, seconds):
+    """Return the seconds of steps that reduce gradients, and of those that do not."""
+    steps, alone, count = [], [], None
+    while count is None or len(steps) < count + WARM:
+        steps.append(training.run(reduces=True))
+        if training.ranks > 1:
+            dist.barrier()
+            alone.append(training.run(reduces=False))
+            dist.barrier()
+        if len(steps) == WARM:
+            each = torch.tensor(sorted(steps)[WARM // 2])
+            if training.ranks > 1:
+                dist.all_reduce(each, dist.ReduceOp.MAX)
+            count = max(LEAST, min(MOST, int(seconds / each.item())))
+    return steps[WARM:], alone[WARM:]
+
+
+def measure(name, rank, ranks, threads, store, seconds):
+    cores = sorted(os.sched_getaffinity(0))
+    if 1 < ranks <= len(cores):
+        os.sched_setaffinity(0, cores[rank * threads :][:threads])
+    if ranks > 1:
+        method = f"file://{store}"
+        dist.init_process_group("gloo", init_method=method, rank=rank, world_size=ranks)
+    steps, alone = timed(Training(name, ranks, threads), seconds)
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    peak_bytes = int(lines["VmHWM"].split()[0]) * 1024
+    print(json.dumps({"steps": steps, "alone": alone, "peak_bytes": peak_bytes}), flush=True)
+    os._exit(0)  # torch's teardown of process groups has aborted ranks
+
+
+def record(name, ranks, threads):
+    dist.init_process_group("gloo")
+    training = Training(name, ranks, threads)
+    for _ in range(RECORDED):
+        training.run(reduces=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 4:
+        record(sys.argv[1], *map(int, sys.argv[2:]))
+    else:
+        model, *counts, place, budget = sys.argv[1:]
+        measure(model, *map(int, counts), place, float(budget))

@@ -1,0 +1,240 @@
+"""Has what ranks write to ``--output`` drained to the shared file system, from this node.
+
+The first launcher of a node starts a process for each output (store/serve/output_server.py) before
+the ranks, and ends it after them: then it copies what is left. Files that it cannot copy stay where
+they are, and the run ends with an error that names them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from paceline.core.config import environment
+from paceline.core.errors import (
+    DeadlineExceeded,
+    RankLost,
+    StorageError,
+    UsageError,
+    storage_errors,
+)
+from paceline.launch.local_folders import leftovers, make_locked
+from paceline.launch.rendezvous.addresses import open_data_listener
+from paceline.launch.rendezvous.messages import DataOffer, DataStart
+from paceline.store.serve.drain import ROOM, TARGET, DrainRoom, drain_error
+from paceline.store.serve.output_node import SOCKET
+from paceline.store.serve.output_server import READY, OutputReport, OutputSpec
+
+if TYPE_CHECKING:
+    from paceline.launch.prepare import PreparedJob
+    from paceline.store.serve.run_output import RunOutput
+
+_START_S = 60.0  # for a server to look at what its target has
+_MOST_PATH = 107  # of a socket: sun_path, unix(7)
+PREFIX = "paceline-output-"
+
+
+class OutputServers:
+    """The servers of a launcher, and where its ranks write.
+
+    Args:
+        job: the run.
+    """
+
+    def __init__(self, job: PreparedJob) -> None:
+        self._job = job
+        self._stack = contextlib.ExitStack()
+        self._servers: list[_OutputServer] = []
+        self._folders: tuple[tuple[str, str, bool], ...] = ()
+
+    def __enter__(self) -> Self:
+        task = self._job.task
+        if task is not None and task.local_task_number != 0:
+            return self  # another launcher of this node serves
+        with contextlib.ExitStack() as stack:
+            for output in self._job.outputs:
+                server = _OutputServer(output, self._job)
+                self._servers.append(stack.enter_context(server))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    @property
+    def offers(self) -> tuple[DataOffer, ...]:
+        """What the rendezvous carries to the other launchers, after what `DataServers` offer."""
+        return tuple(server.offer for server in self._servers)
+
+    def start(self, start: DataStart | None) -> None:
+        """Have the servers of this launcher serve, and wait until they do.
+
+        Args:
+            start: from the rendezvous; None: this launcher is alone.
+
+        Raises:
+            UsageError: the launchers of this run were given other outputs.
+            RankLost: a server has ended.
+            DeadlineExceeded: it does not begin to serve.
+        """
+        outputs = self._job.outputs
+        if self._job.task is None:
+            start = DataStart(servers=((),) * len(outputs), number=0, offers=self.offers, token="")
+        if start is None or len(start.servers) < len(outputs):
+            raise UsageError(
+                "no server on this node has the outputs of this run",
+                where=f"task {self._job.task_number}",
+                why="the first task of each node serves them",
+                fix="Give all launchers of the run the same --output",
+            )
+        servers = start.servers[len(start.servers) - len(outputs) :]
+        offers = start.offers[len(start.offers) - len(outputs) :]
+        for server, nodes in zip(self._servers, servers, strict=False):
+            server.start(nodes, start.number, start.token)
+        self._folders = tuple(
+            (offer.local, output.point, len(nodes) > 1)
+            for offer, output, nodes in zip(offers, outputs, servers, strict=True)
+        )
+
+    @property
+    def folders(self) -> tuple[tuple[str, str, bool], ...]:
+        """For each output its folder on this node, its path for ranks, whether nodes share it."""
+        return self._folders
+
+    def finish(self) -> StorageError | None:
+        """Wait until all that ranks wrote is drained; return what is not, as an error."""
+        problems = [server.finish() for server in self._servers]
+        return next((problem for problem in problems if problem is not None), None)
+
+
+def _check_length(folder: Path) -> None:
+    if len(os.fsencode(folder / SOCKET)) > _MOST_PATH:
+        raise UsageError(
+            "the path of this node's folder is too long",
+            where=str(folder),
+            why=f"the path of a socket in it has at most {_MOST_PATH} bytes",
+            fix="Give a shorter path: --data-folder, or TMPDIR",
+        )
+
+
+class _OutputServer:
+    """The process that drains one output from this node."""
+
+    def __init__(self, output: RunOutput, job: PreparedJob) -> None:
+        self.output = output
+        self._config = config = job.resolved.config
+        self._parent = parent = Path(config.data_folder or tempfile.gettempdir())
+        with contextlib.ExitStack() as stack:
+            with storage_errors(
+                "no local storage for outputs",
+                where=parent,
+                fix="Give another folder: --data-folder",
+            ):
+                self.folder, lock = make_locked(parent, PREFIX)
+                stack.callback(os.close, lock)
+                stack.callback(self._remove)
+                self._is_kept = False
+                self.folder = self.folder.absolute()
+                _check_length(self.folder)
+                (self.folder / TARGET).write_text(output.target)
+                DrainRoom(self.folder / ROOM, config.output_limit_bytes, config.output_wait_s)
+            listener = stack.enter_context(open_data_listener(job.task))
+            self._port = listener.getsockname()[1]
+            self._listener = listener.fileno()  # its number in the process
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "paceline.store.serve.output_server"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=[lock, self._listener],
+                env={**environment(), "OPENBLAS_NUM_THREADS": "1"},  # it forks
+            )
+            stack.callback(self._end)
+            listener.close()  # else the port would stay open when the process has ended
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def finish(self) -> StorageError | None:
+        """Have the rest drained; return why some of it is not."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        said = self._process.stdout.read().decode().splitlines()
+        self._process.wait()
+        lines = [line for line in said if line.startswith("{")]
+        if not lines:
+            self._is_kept = True
+            return drain_error(
+                self.output.target, str(self.folder), {"": "the server that drains it has ended"}
+            )
+        report = OutputReport.from_json(json.loads(lines[-1]))
+        if not report.problems:
+            return None
+        self._is_kept = True
+        return drain_error(self.output.target, str(self.folder), report.problems)
+
+    @property
+    def offer(self) -> DataOffer:
+        return DataOffer(port=self._port, requests="", local=str(self.folder))
+
+    def start(self, nodes: tuple[str, ...], number: int, token: str) -> None:
+        """Tell the process of the other nodes, and wait until it serves."""
+        with contextlib.ExitStack() as locks:
+            left = [locks.enter_context(folder) for folder in leftovers(self._parent, PREFIX)]
+            spec = OutputSpec(
+                target=self.output.target,
+                folder=str(self.folder),
+                end_s=self._config.output_end_s,
+                leftovers=tuple(map(str, left)),
+                nodes=nodes,
+                number=number,
+                token=token,
+                listener=self._listener,
+            )
+            self._await_ready(spec)
+
+    def _await_ready(self, spec: OutputSpec) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(spec.to_line())
+            self._process.stdin.flush()
+        if not select.select([self._process.stdout], [], [], _START_S)[0]:
+            raise DeadlineExceeded(
+                "the server of an output does not start",
+                where=self.output.target,
+                why=f"{_START_S:g} s passed",
+                fix="Check the file system that the folder lies on",
+            )
+        if self._process.stdout.readline().decode().strip() != READY:
+            raise RankLost(
+                "the server of an output ended before it served",
+                where=self.output.target,
+                fix="See what it says on stderr",
+            )
+
+    def _end(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()  # its child ends with it
+            self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+    def _remove(self) -> None:
+        if not self._is_kept:
+            shutil.rmtree(self.folder, ignore_errors=True)

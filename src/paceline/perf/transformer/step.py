@@ -1,0 +1,278 @@
+"""Predicts a training step of a transformer on a large machine: the Estimate of a Plan.
+
+Architecture + Machine + Plan + batch -> Estimate. Ranks fall into classes that do the same: the
+ranks of a pipeline stage. So the cost of a prediction depends on layers and stages, not on ranks.
+
+    layer        products, attention and traffic (`layer`, `pricing`); tensor-parallel collectives
+                 between them are exposed unless the plan overlaps them
+    stage        its layers, the embedding or output layer, the message to the next stage; with
+                 ZeRO-3 gathers and reductions overlap with the layers' passes (`lanes`)
+    pipeline     the schedule's replay (`pipelining`)
+    replicas     gradients are reduced beside the last backward pass of a stage
+    optimizer    moves its state once
+
+No torch, no measurement of the model: `fitting` corrects the machine's efficiency by measured
+steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.core.breakdown import Breakdown
+from paceline.core.errors import UsageError
+from paceline.perf.transformer.efficiency import efficiency_of
+from paceline.perf.transformer.lanes import LaneTask, pass_s
+from paceline.perf.transformer.layer import ACTIVATION_BYTES, Product, layer_work
+from paceline.perf.transformer.memory import rank_parameters, stage_layer_counts
+from paceline.perf.transformer.network import Network, RankGroup, strides
+from paceline.perf.transformer.pipelining import StagePasses, batch_s
+from paceline.perf.transformer.pricing import DeviceRates, layer_seconds
+
+if TYPE_CHECKING:
+    from paceline.core.machine import Efficiency, Machine
+    from paceline.core.plan import Plan
+    from paceline.perf.transformer.architecture import Architecture
+
+# Bytes that the loss moves per logit, by operator: the product writes 2; widening 6; log of softmax
+# 12, its gradient 12; the loss's own gradient 4; narrowing 6.
+LOGIT_BYTES = 42
+# Bytes per parameter that Adam moves: gradient, two moments and master read, all but the first
+# written, the 16-bit copy; and the norm of the gradients.
+OPTIMIZER_BYTES = 34
+# Of a stage's last backward pass, beside which gradients are reduced: the last bucket is late.
+HIDDEN_SHARE = 0.9
+# Bytes per parameter that adding a microbatch's gradient to a 32-bit sum moves.
+ACCUMULATE_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """Seconds of a predicted step.
+
+    Attributes:
+        breakdown: by phase.
+        exposed: communication that compute does not hide, by kind.
+        stretch: time of the pipeline over that of its busiest rank without waiting, at least 1.
+    """
+
+    breakdown: Breakdown
+    exposed: dict[str, float]
+    stretch: float
+
+    @property
+    def bubble_share(self) -> float:
+        """Idle time of the busiest rank over the time of the pipeline, 0 to 1."""
+        return max(0.0, 1 - 1 / self.stretch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """What the parts of a step cost a rank for one microbatch."""
+
+    layer_forward_s: float
+    layer_backward_s: float
+    tensor_forward_s: float
+    tensor_backward_s: float
+    output_forward_s: float
+    output_backward_s: float
+    messages_s: tuple[float, ...]
+
+
+def check(machine: Machine, model: Architecture, plan: Plan, batch: int) -> float:
+    """Return the samples of a microbatch.
+
+    Raises:
+        UsageError: the plan does not fit the model, the batch or the machine.
+    """
+    mesh = plan.mesh
+    where = f"mesh {mesh.data} x {mesh.pipeline} x {mesh.tensor} (data x pipeline x tensor)"
+    stages = mesh.pipeline * plan.stages_per_rank
+    if not machine.devices:
+        raise UsageError("the machine has no device", where=machine.name, fix="Describe one")
+    devices = plan.nodes * machine.devices[0].count
+    if mesh.world_size > devices:
+        raise UsageError(
+            f"{mesh.world_size} ranks need as many devices, {plan.nodes} nodes have {devices}",
+            where=where,
+            fix=f"Plan with --nodes {-(-mesh.world_size // machine.devices[0].count)} or more",
+        )
+    if stages > model.layers:
+        raise UsageError(
+            f"{model.layers} layers cannot be cut into {stages} stages",
+            where=where,
+            fix="Plan with fewer stages",
+        )
+    if model.heads % mesh.tensor:
+        raise UsageError(
+            f"{mesh.tensor} tensor-parallel ranks do not divide {model.heads} heads",
+            where=where,
+            fix="Plan with a number of ranks that divides them",
+        )
+    if plan.layers and sum(plan.layers) != model.layers:
+        raise UsageError(
+            f"the stages have {sum(plan.layers)} layers, the model {model.layers}",
+            where=where,
+            fix="Leave the plan's layers empty, or make them add up",
+        )
+    return batch / mesh.data / plan.microbatch_count
+
+
+def step_times(
+    machine: Machine,
+    model: Architecture,
+    plan: Plan,
+    batch: int,
+    efficiency: Efficiency | None = None,
+    stretch: float | None = None,
+) -> StepSeconds:
+    """Return the predicted seconds of a step.
+
+    Args:
+        machine: with peaks, memory bandwidth and links.
+        model: to train.
+        plan: how it is spread.
+        batch: samples of a step over all replicas.
+        efficiency: instead of the machine's own; `fitting` varies it.
+        stretch: `StepSeconds.stretch` of a similar prediction, which saves the schedule's replay.
+
+    Raises:
+        UsageError: the plan does not fit the model or the machine, which may lack a figure.
+    Cost: 1 to 10 ms.
+    """
+    microbatch = check(machine, model, plan, batch)
+    reached = efficiency or efficiency_of(machine.devices[0])
+    rates = DeviceRates.of(machine, plan.precision, reached)
+    network = Network.of(machine, reached, plan.nodes)
+    costs = _costs(model, plan, microbatch, rates, network)
+    return _combined(model, plan, costs, rates, network, stretch)
+
+
+def _costs(
+    model: Architecture, plan: Plan, microbatch: float, rates: DeviceRates, network: Network
+) -> _Costs:
+    work = layer_work(model, plan, microbatch)
+    forward_s, backward_s = layer_seconds(work, rates)
+    stride = strides(plan.mesh)
+    tensor = network.group(plan.mesh.tensor, 1)
+    exchange_s = 2 * network.all_reduce_s(tensor, work.exchange_bytes)
+    ring = network.group(plan.mesh.context, stride["context"])
+    ring_s = 0.0
+    if ring.ranks > 1:  # keys and values go round while attention computes
+        ring_s = (ring.ranks - 1) * network.ring_step_s(ring, work.ring_bytes / (ring.ranks - 1))
+        ring_s = max(0.0, ring_s - work.attention / rates.attention_per_s)
+    hidden_s = min(exchange_s, forward_s / 2) if plan.overlap_tensor else 0.0
+    forward_exchange_s = exchange_s - hidden_s + ring_s
+    repeats = 2 if work.recompute_all else 1
+    output = _output_products(model, plan, microbatch)
+    output_s = rates.products_s(output)
+    logits = 0.0 if model.patch_inputs else output[0].rows * output[0].columns
+    loss_s = LOGIT_BYTES * logits / rates.bytes_per_s
+    weights = (model.layer_parameters / plan.mesh.tensor) * ACCUMULATE_BYTES / rates.bytes_per_s
+    message_bytes = work.exchange_bytes / plan.mesh.tensor
+    return _Costs(
+        layer_forward_s=forward_s,
+        layer_backward_s=backward_s + weights,
+        tensor_forward_s=forward_exchange_s,
+        tensor_backward_s=forward_exchange_s * repeats + (ring_s if repeats == 1 else 0.0),
+        output_forward_s=output_s + loss_s / 3,
+        output_backward_s=2 * output_s + 2 * loss_s / 3,
+        messages_s=_messages_s(plan, network, stride["pipeline"], message_bytes),
+    )
+
+
+def _messages_s(plan: Plan, network: Network, stride: int, size_bytes: float) -> tuple[float, ...]:
+    """Return the seconds of the message after each rank of the pipeline but the last."""
+    ranks = plan.mesh.pipeline
+    return tuple(network.boundary_s(rank, stride, size_bytes) for rank in range(ranks - 1))
+
+
+def _output_products(model: Architecture, plan: Plan, microbatch: float) -> tuple[Product, ...]:
+    tokens = microbatch * model.sequence / plan.mesh.context
+    rows = microbatch if model.patch_inputs else tokens
+    share = -(-model.vocab // (64 * plan.mesh.tensor)) * 64  # padded, as trainers do
+    return (Product(rows, model.hidden, share),)
+
+
+def _combined(
+    model: Architecture,
+    plan: Plan,
+    costs: _Costs,
+    rates: DeviceRates,
+    network: Network,
+    stretch: float | None,
+) -> StepSeconds:
+    mesh, counts, count = plan.mesh, stage_layer_counts(model, plan), plan.microbatch_count
+    replicas = network.group(mesh.data * mesh.context, mesh.tensor)
+    forward_s, backward_s = _stage_passes(model, plan, costs, network, replicas)
+    times = StagePasses(forward_s, backward_s, costs.messages_s)
+    busy = [
+        count * (sum(forward_s[rank :: mesh.pipeline]) + sum(backward_s[rank :: mesh.pipeline]))
+        for rank in range(mesh.pipeline)
+    ]
+    busiest = max(range(mesh.pipeline), key=lambda rank: busy[rank])
+    busy_s = busy[busiest]
+    pipeline_s = busy_s * stretch if stretch else batch_s(plan, times, count)
+    parameters = max(rank_parameters(model, plan))
+    reduce_s = _reduction_s(plan, parameters, network, replicas)
+    window_s = sum(backward_s[:: mesh.pipeline]) * HIDDEN_SHARE if plan.overlap_data else 0.0
+    exposed = {"gradients": max(0.0, reduce_s - window_s)}
+    if plan.zero in (1, 2):
+        exposed["gradients"] += network.all_gather_s(replicas, ACTIVATION_BYTES * parameters)
+    layers = count * sum(counts[busiest :: mesh.pipeline])
+    outputs = count * (busiest == mesh.pipeline - 1)
+    compute_forward_s = layers * costs.layer_forward_s + outputs * costs.output_forward_s
+    compute_backward_s = layers * costs.layer_backward_s + outputs * costs.output_backward_s
+    exposed["tensor"] = layers * (costs.tensor_forward_s + costs.tensor_backward_s)
+    exposed["parameters"] = busy_s - compute_forward_s - compute_backward_s - exposed["tensor"]
+    waiting_s = max(0.0, pipeline_s - busy_s)
+    mean_s = sum(costs.messages_s) / mesh.pipeline
+    exposed["pipeline"] = min(waiting_s, 2 * count * plan.stages_per_rank * mean_s)
+    share = replicas.ranks if plan.zero else 1
+    breakdown = Breakdown(
+        forward=compute_forward_s,
+        backward=compute_backward_s,
+        optimizer=parameters / share * OPTIMIZER_BYTES / rates.bytes_per_s,
+        transfer=sum(exposed.values()),
+        waiting=waiting_s - exposed["pipeline"],
+    )
+    return StepSeconds(breakdown, exposed, pipeline_s / busy_s)
+
+
+def _stage_passes(
+    model: Architecture, plan: Plan, costs: _Costs, network: Network, replicas: RankGroup
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the seconds of each stage's forward and backward pass of one microbatch."""
+    counts = stage_layer_counts(model, plan)
+    last = len(counts) - 1
+    gather_s = reduce_s = 0.0
+    if plan.zero == 3 and replicas.ranks > 1:
+        layer = model.layer_parameters / plan.mesh.tensor
+        wide = 4 if plan.reduce_precision == "float32" else 2
+        gather_s = network.all_gather_s(replicas, ACTIVATION_BYTES * layer)
+        reduce_s = network.all_gather_s(replicas, wide * layer)
+    forward, backward = [], []
+    for stage, layers in enumerate(counts):
+        ends = stage == last
+        layer_s = costs.layer_forward_s + costs.tensor_forward_s
+        tasks = [LaneTask(gather_s, layer_s)] * layers
+        if ends:
+            tasks.append(LaneTask(0.0, costs.output_forward_s))
+        forward.append(pass_s(tasks))
+        layer_s = costs.layer_backward_s + costs.tensor_backward_s
+        tasks = [LaneTask(0.0, costs.output_backward_s)] if ends else []
+        tasks += [LaneTask(gather_s, layer_s, reduce_s)] * layers
+        backward.append(pass_s(tasks))
+    return tuple(forward), tuple(backward)
+
+
+def _reduction_s(plan: Plan, parameters: float, network: Network, replicas: RankGroup) -> float:
+    """Return the seconds of reducing a rank's gradients once a step; ZeRO-3 does it by layer."""
+    if replicas.ranks == 1 or plan.zero == 3:
+        return 0.0
+    wide = 4 if plan.reduce_precision == "float32" else 2
+    size = wide * parameters
+    if plan.zero:
+        return network.all_gather_s(replicas, size)
+    return network.all_reduce_s(replicas, size)

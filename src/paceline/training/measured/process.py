@@ -1,0 +1,175 @@
+"""Measures a step from a process without torch: one worker per rank of a node, all at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import statistics
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.core.affinity import allowed_cores, core_binding
+from paceline.core.allocator import allocator_setting
+from paceline.core.config import environment
+from paceline.core.errors import Missing, ScriptFailed, WorkerFailed
+from paceline.core.worker_process import WorkerCall, call_all
+from paceline.training.capture_process import split_target
+from paceline.training.measured.prices import PriceKey, keep_times, known_times
+from paceline.training.measured.protocol import StepAnswer, StepRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from paceline.core.allocator import AllocatorChoice
+    from paceline.core.measured_step import MeasuredStep
+    from paceline.training.measured.protocol import CpuSpan
+
+DEADLINE_S = 300.0
+ROUND_S, BUDGET_S = 0.8, 0.02
+_WORKER = "paceline.training.measured.worker"
+
+
+def measure_step(
+    target: str,
+    *,
+    machine_digest: str,
+    ranks: int = 1,
+    threads: int = 1,
+    allocator: AllocatorChoice = "keep",
+    deadline_s: float = DEADLINE_S,
+) -> MeasuredStep:
+    """Return a training step of ``FILE.py:FUNCTION`` as it was measured on this machine.
+
+    The step runs: its model is made, and trained on the batch for a few seconds.
+
+    Args:
+        target: ``FILE.py:FUNCTION``; the function takes no argument.
+        machine_digest: of the Machine on which times of operators are kept.
+        ranks: that run the step at the same time on this node, without communication.
+        threads: compute threads of each.
+        allocator: of the ranks.
+        deadline_s: for all of it.
+
+    Raises:
+        Missing: torch is not installed.
+        NotFound: there is no such file.
+        UsageError: the function does not exist, or does not return what a training step needs.
+        ScriptFailed: the user's code raised or ended the process; its output went to stderr.
+        DeadlineExceeded: it took too long.
+        StorageError: the times cannot be kept.
+    """
+    path, function = split_target(target)
+    setting = allocator_setting(allocator, environment())
+    key = PriceKey(
+        machine=machine_digest,
+        torch=torch_version(),
+        allocator=setting.in_effect,
+        threads=threads,
+        processes=ranks,
+    )
+    known = known_times(key)
+    allowed = allowed_cores()
+    with tempfile.TemporaryDirectory(prefix="paceline-measure-") as folder:
+        works = []
+        for rank in range(ranks):
+            binding = core_binding(allowed, rank, ranks, environ={})
+            request = StepRequest(
+                path=str(path),
+                function=function,
+                rank=rank,
+                ranks=ranks,
+                cores=binding.cores if ranks > 1 else (),
+                threads=threads,
+                allocator=setting.in_effect,
+                store=str(Path(folder) / "store"),
+                deadline_s=deadline_s,
+                known=known,
+                round_s=ROUND_S,
+                budget_s=BUDGET_S,
+            )
+            works.append(
+                WorkerCall(
+                    module=_WORKER,
+                    request=request,
+                    answer=StepAnswer,
+                    name=f"measurement of {target}",
+                    show_output=rank == 0,
+                    environment=setting.variables,
+                )
+            )
+        try:
+            answers = call_all(works, deadline_s=deadline_s)
+        except WorkerFailed as problem:
+            raise ScriptFailed(
+                "the step could not be measured",
+                where=target,
+                why=f"{problem.what}: {problem.why}",
+                fix="Run the script alone, or plan with --compute rates, which does not run it",
+            ) from problem
+    step = combined(answers)
+    keep_times(key, known, step)
+    return step
+
+
+def torch_version() -> str:
+    """Return the version of the torch that is installed, without importing it.
+
+    Raises:
+        Missing: none is.
+    """
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        raise Missing(
+            "torch is not installed",
+            why="a step is measured with the framework that trains",
+            fix="pip install 'paceline[torch]', or plan with --compute rates",
+        ) from None
+
+
+def combined(answers: Sequence[StepAnswer]) -> MeasuredStep:
+    """Return the step of ranks that measured at the same time.
+
+    Times are means over the ranks; of each whole step the slowest rank counts, and what it is later
+    than the ranks on average is waiting.
+    """
+    first = answers[0].step
+    phases = {
+        name: dataclasses.replace(
+            phase,
+            operators_s=_mean(answer.step.phases[name].operators_s for answer in answers),
+            residual_s=_mean(answer.step.phases[name].residual_s for answer in answers),
+            low_s=min(answer.step.phases[name].low_s for answer in answers),
+            high_s=max(answer.step.phases[name].high_s for answer in answers),
+        )
+        for name, phase in first.phases.items()
+    }
+    waiting_s = 0.0
+    if len(answers) > 1:
+        slowest = [max(step) for step in zip(*(answer.whole_s for answer in answers), strict=True)]
+        own = _mean(statistics.median(answer.whole_s) for answer in answers)
+        waiting_s = max(0.0, statistics.median(slowest) - own)
+    return dataclasses.replace(
+        first,
+        phases=phases,
+        waiting_s=waiting_s,
+        peak_bytes=max(answer.step.peak_bytes for answer in answers),
+        base_bytes=max(answer.step.base_bytes for answer in answers),
+        foreign_cores=_foreign_cores([answer.cpu for answer in answers]),
+    )
+
+
+def _mean(values: Iterable[float]) -> float:
+    return statistics.fmean(values)
+
+
+def _foreign_cores(spans: Sequence[CpuSpan | None]) -> float:
+    """Return the cores that others used; ranks with cores of their own each saw these alone."""
+    known = [span for span in spans if span is not None]
+    if not known:
+        return 0.0
+    shared = len(known) > len(allowed_cores())
+    busy_s = known[0].busy_s if shared else sum(span.busy_s for span in known)
+    own_s = sum(span.own_s for span in known)
+    return max(0.0, (busy_s - own_s) / max(span.span_s for span in known))

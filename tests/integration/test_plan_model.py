@@ -1,0 +1,75 @@
+"""paceline plan --model: a transformer on a described machine, from the command line."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from paceline.cli.plan import plan
+from paceline.core.errors import NotFound, UsageError
+
+CONFIG = {
+    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+    "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 4096,
+}  # fmt: skip
+BIG = "layers=96,hidden=12288,heads=96,vocab=51200,sequence=2048"
+
+
+def run(*arguments):
+    done = CliRunner().invoke(plan, list(arguments))
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+def test_a_published_model_is_planned_on_a_machine_of_the_library(config):
+    flags = ("--nodes", "16", "--batch", "1024", "--tensor", "8", "--stages", "2", "--zero", "1")
+    shown = run("--model", config, "--machine", "dgx-h100", *flags, "--recompute", "selective")
+    assert "128 ranks on 16 nodes (8 data x 8 tensor x 2 pipeline)" in " ".join(shown.split())
+    for words in ("memory of pipeline rank", "a rank sends over", "limited by", "prior of gpu"):
+        assert words in shown
+    found = json.loads(run("--model", config, "--machine", "dgx-h100", *flags, "--json"))
+    assert found["plan"]["mesh"] == {"data": 8, "pipeline": 2, "tensor": 8, "context": 1}
+    assert found["plan"]["zero"] == 1
+    assert found["fits"]
+    assert found["low_s"] < found["step_time_s"] < found["high_s"]
+
+
+def test_a_model_that_does_not_fit_says_so():
+    shown = run("--model", BIG, "--machine", "selene", "--tensor", "8")
+    assert "does not fit: every rank needs" in shown
+
+
+def test_the_library_is_listed():
+    assert "NVIDIA A100 SXM4 80 GB" in run("--machines")
+    listed = json.loads(run("--machines", "--json"))
+    assert {"summit", "laptop"} <= {row["name"] for row in listed["machines"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (("--nodes", "3"), UsageError, "--nodes has an effect with --model"),
+        ((), UsageError, "there is no model to plan"),
+        (("x.py:step", "--model", BIG), UsageError, "of a script's function or of an architecture"),
+        (("--model", BIG, "--machine", "selenee"), NotFound, "selenee"),
+        (("--model", BIG, "--machine", "selene", "--stages", "3"), UsageError, "do not divide"),
+        (
+            ("--model", BIG, "--machine", "selene", "--tensor", "8", "--batch", "3",
+             "--microbatch", "2"),
+            UsageError,
+            "is not a multiple",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_flags_say_what_is_wrong(arguments, error, words):
+    with pytest.raises(error, match=words):
+        run(*arguments)
