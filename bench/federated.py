@@ -59,13 +59,12 @@ PROCESSES = 2
 # least ratio of the baseline's seconds to 80 % over ours
 SPEED_BARS = {"random": 4.0, "over-selected": 1.7, "oort": 1.2, "fedbuff": 1.1}
 NEUTRAL = Goals(fast=0.0, resource_fair=0.0, accuracy_fair=0.0, quality=0.0)
-RAISED = 1.0
-# goal, the metric that it is for, and whether that rises
+# goal: to what it is raised, the metric that it is for, and whether that rises
 KNOBS = {
-    "fast": ("to_target_s", False),
-    "resource_fair": ("work_fairness", True),
-    "accuracy_fair": ("worst_class", True),
-    "quality": ("final", True),
+    "fast": (1.0, "to_target_s", False),
+    "resource_fair": (1.0, "work_fairness", True),
+    "accuracy_fair": (3.0, "worst_class", True),
+    "quality": (1.0, "final", True),
 }
 FIELDS = (
     *("final", "worst_class", "worst_clients", "fairness", "work_fairness"),
@@ -138,7 +137,7 @@ def config_of(job, folder):
     scores = str(folder / "devices/phone_ai_benchmark.json") if folder else ""
     goals = Goals()
     if job.section == "knobs":
-        goals = replace(NEUTRAL, **{job.goal: RAISED}) if job.goal else NEUTRAL
+        goals = replace(NEUTRAL, **{job.goal: KNOBS[job.goal][0]}) if job.goal else NEUTRAL
     data = DataOptions(folder=data, alpha=alpha, slow_classes=slow)
     budget_s = (2 if job.section == "longer" else 1) * BUDGET_S
     return FederationConfig(rounds=ROUNDS, budget_s=budget_s, data=data, scores=scores, goals=goals)
@@ -268,7 +267,7 @@ def knobs(report, results, folder, seeds):
         goal: {job.seed: r for job, r in results.items() if job[:2] == ("knobs", goal)}
         for goal in ("", *KNOBS)
     }
-    for goal, (field, rises) in KNOBS.items():
+    for goal, (_, field, rises) in KNOBS.items():
         both = sorted(found[""].keys() & found[goal].keys())
         pairs = [(_metric(found[""][s], field), _metric(found[goal][s], field)) for s in both]
         moves = [after - before for before, after in pairs]
