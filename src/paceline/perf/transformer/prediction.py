@@ -195,7 +195,7 @@ def _memory_warnings(
     if needed <= available:
         return [
             f"tight: {needed / available:.0%} of the device's memory; peaks that trainers report "
-            "are up to 40 % above such predictions, for temporary buffers and fragmentation"
+            "are up to 60 % above such predictions, for temporary buffers and fragmentation"
         ]
     kind = max(memory, key=lambda name: memory[name])
     where = f"rank {rank} of {ranks} pipeline ranks" if ranks > 1 else "every rank"
