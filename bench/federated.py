@@ -8,6 +8,8 @@ Sections:
 - a split each: every strategy with every seed; medians over the seeds, ratios within a seed.
 - longer: our strategy with twice the budget, in which nearly every client is online once.
 - knobs: each goal raised alone; its own metric must move, by a paired sign test over the seeds.
+- overhead: seconds of a round beyond the clients' work, over those of Flower's simulation, if
+  build/flower has it (`scripts/campaign flower` makes it).
 - selector: seconds to choose 10 of 10,000 clients.
 
     python bench/federated.py --json [--quick] [--data DIR] [--only SECTION ...] [--seeds N]
@@ -39,6 +41,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import federated_overhead
 import numpy as np
 from harness import Report, options, run_sections, tell
 
@@ -48,21 +51,21 @@ from paceline.federated.strategies import STRATEGIES
 from paceline.federated.study import FederationResult, read_data, simulate
 
 SPLITS = {"dirichlet 0.3": (0.3, ()), "dirichlet 0.1": (0.1, ()), "correlated": (0.3, (6, 8))}
-SPLIT_OF = {"knobs": "correlated", "longer": "dirichlet 0.3"}
+SPLIT_OF = {"knobs": "dirichlet 0.3", "longer": "dirichlet 0.3"}
 SEEDS = 5
+KNOB_SEEDS = 10  # a goal moves its metric by less than strategies differ
 BUDGET_S = 9000.0
 ROUNDS = 5000  # more than any strategy makes within the budget
 PROCESSES = 2
 # least ratio of the baseline's seconds to 80 % over ours
 SPEED_BARS = {"random": 4.0, "over-selected": 1.7, "oort": 1.2, "fedbuff": 1.1}
 NEUTRAL = Goals(fast=0.0, resource_fair=0.0, accuracy_fair=0.0, quality=0.0)
-RAISED = 2.0
-# goal, the metric that it is for, and whether that rises
+# goal: to what it is raised, the metric that it is for, and whether that rises
 KNOBS = {
-    "fast": ("to_target_s", False),
-    "resource_fair": ("work_fairness", True),
-    "accuracy_fair": ("worst_class", True),
-    "quality": ("final", True),
+    "fast": (1.0, "to_target_s", False),
+    "resource_fair": (1.0, "work_fairness", True),
+    "accuracy_fair": (3.0, "worst_class", True),
+    "quality": (1.0, "final", True),
 }
 FIELDS = (
     *("final", "worst_class", "worst_clients", "fairness", "work_fairness"),
@@ -87,7 +90,7 @@ def main():
     end = time.monotonic() + 60 * float(given.minutes[0]) if given.minutes else math.inf
     report = Report("federated", given.json)
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of the processes that simulate
-    sections = (*SPLITS, "longer", "knobs", "selector")
+    sections = (*SPLITS, "longer", "knobs", "selector", "overhead")
     names = given.only or (("dirichlet 0.3", "selector") if given.quick else sections)
     with tempfile.TemporaryDirectory() as scratch:
         is_kept = folder is not None and not given.quick
@@ -97,6 +100,7 @@ def main():
         "longer": lambda: longer(report, found),
         "knobs": lambda: knobs(report, found, folder, seeds),
         "selector": lambda: selector(report),
+        "overhead": lambda: overhead(report),
     }
     run_sections(
         names,
@@ -117,8 +121,10 @@ def jobs_of(sections, seeds):
     rest = tuple(name for name in STRATEGIES if name not in barred)
     jobs = []
     for strategies in (barred, rest):
-        for seed in range(seeds):
+        for seed in range(max(seeds, knob_seeds(seeds))):
             for section in sections:
+                if seed >= (knob_seeds(seeds) if section == "knobs" else seeds):
+                    continue
                 if section in SPLITS:
                     jobs += [Job(section, "", name, seed) for name in strategies]
                 elif section == "longer" and strategies is barred:
@@ -128,13 +134,18 @@ def jobs_of(sections, seeds):
     return jobs
 
 
+def knob_seeds(seeds):
+    """Return how many seeds the knobs have where the rest has `seeds`."""
+    return KNOB_SEEDS if seeds == SEEDS else seeds
+
+
 def config_of(job, folder):
     alpha, slow = SPLITS[SPLIT_OF.get(job.section, job.section)]
     data = str(folder / "fashion-mnist") if folder else ""
     scores = str(folder / "devices/phone_ai_benchmark.json") if folder else ""
     goals = Goals()
     if job.section == "knobs":
-        goals = replace(NEUTRAL, **{job.goal: RAISED}) if job.goal else NEUTRAL
+        goals = replace(NEUTRAL, **{job.goal: KNOBS[job.goal][0]}) if job.goal else NEUTRAL
     data = DataOptions(folder=data, alpha=alpha, slow_classes=slow)
     budget_s = (2 if job.section == "longer" else 1) * BUDGET_S
     return FederationConfig(rounds=ROUNDS, budget_s=budget_s, data=data, scores=scores, goals=goals)
@@ -264,7 +275,7 @@ def knobs(report, results, folder, seeds):
         goal: {job.seed: r for job, r in results.items() if job[:2] == ("knobs", goal)}
         for goal in ("", *KNOBS)
     }
-    for goal, (field, rises) in KNOBS.items():
+    for goal, (_, field, rises) in KNOBS.items():
         both = sorted(found[""].keys() & found[goal].keys())
         pairs = [(_metric(found[""][s], field), _metric(found[goal][s], field)) for s in both]
         moves = [after - before for before, after in pairs]
@@ -279,7 +290,7 @@ def knobs(report, results, folder, seeds):
             p_value=p_value,
         )
         if folder is not None:
-            reason = f"{len(both)} of {seeds} seeds" if len(both) < seeds else ""
+            reason = f"{right} of {len(both)} seeds"
             report.bar(f"knobs: {goal} moves {field}, p", p_value, 0.05, reason=reason)
 
 
@@ -321,6 +332,25 @@ def selector(report):
         times.append(time.perf_counter() - begin)
     seconds = statistics.median(times)
     report.bar(f"selector: seconds to choose 10 of {many:,}", seconds, CHOICE_BAR_S)
+
+
+def overhead(report):
+    programs = federated_overhead.flower_programs()
+    if programs is None:
+        tell("overhead: skipped: there is no Flower with its simulation in build/flower")
+        return
+    ours = statistics.median(federated_overhead.embedded() for _ in range(5))
+    theirs = federated_overhead.flower(programs)
+    for engine, seconds in (("embedded", [ours]), ("flower", theirs)):
+        report.row(
+            section="overhead",
+            engine=engine,
+            rounds=len(seconds),
+            seconds_per_round=statistics.median(seconds),
+            least=min(seconds),
+        )
+    ratio = statistics.median(theirs) / ours
+    report.bar("overhead: flower / embedded", ratio, 10, at_least=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Every contender serves the same bytes from the page cache, from a process of its
 all contenders take turns, and each row is the median over rounds.
 
 - tcp: `RemotePack` over loopback, in batches, each sample compared with its checksum.
+- tls: the same, encrypted.
 - epoll: two plain C++ programs (epoll_pair.cpp), which compare and frame nothing.
 - sockets: Python on both ends, `sendfile` and `recv_into`, one request at a time.
 - flight: Arrow Flight, if the environment has pyarrow; otherwise skipped, with the reason.
@@ -21,6 +22,7 @@ import importlib.util
 import json
 import mmap
 import os
+import secrets
 import socket
 import statistics
 import struct
@@ -178,6 +180,13 @@ def measure_size(report, name, place, program, folder, quick):
         serve = (python, "-m", "paceline", "store", "serve", str(place), "--json")
         _, line = stack.enter_context(process(*serve))
         node = json.loads(line)["node"]
+        token = secrets.token_hex(32)
+        (folder / "token").write_text(token)
+        secret = ("--tls", "--token-file", str(folder / "token"))
+        _, line = stack.enter_context(process(*serve, *secret))
+        encrypted = stack.enter_context(
+            open_remote(place, [json.loads(line)["node"]], maps_files=False, token=token, tls=True)
+        )
         _, c_port = stack.enter_context(process(program, "serve", shard))
         _, port = stack.enter_context(process(python, __file__, "--serve-sockets", shard))
         plain = stack.enter_context(socket.create_connection(("127.0.0.1", int(port))))
@@ -188,6 +197,7 @@ def measure_size(report, name, place, program, folder, quick):
         out = np.ones(DEPTH * int(pack.lengths[0]), np.uint8)
         contenders = {
             "tcp": lambda r: timed(lambda: read_batches(remote, r.ids, out), len(r.ids)),
+            "tls": lambda r: timed(lambda: read_batches(encrypted, r.ids, out), len(r.ids)),
             "epoll": lambda r: fetch_by_c(program, c_port, r.ranges, folder),
             "sockets": lambda r: timed(lambda: fetch_by_sockets(plain, r.ranges, out), len(r.ids)),
             "views": lambda r: timed(lambda: touch_views(near, r.ids), len(r.ids)),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline.core.plan import Mesh, Plan
 from paceline.perf.transformer.architecture import Architecture
-from paceline.perf.transformer.fitting import MeasuredStep
+from paceline.perf.transformer.fitting import TimedStep
 
 SHAPES = json.loads((Path(__file__).parent / "bigscience_shapes.json").read_text())["rows"]
 VARIANTS = 1
@@ -26,7 +26,7 @@ class Case:
     table: str
     row: str
     machine: str
-    step: MeasuredStep | None = None
+    step: TimedStep | None = None
     candidates: list = field(default_factory=list)  # plans, where the source does not say which
     memory: dict = field(default_factory=dict)  # measured, by kind
     excluded: str = ""
@@ -79,9 +79,9 @@ def korthikanti(folder):
             recompute=recompute, **MEGATRON,
         )  # fmt: skip
         value = float(row["value"])
-        case.step = MeasuredStep(model=model, plan=plan, batch=batch, step_s=1.0)
+        case.step = TimedStep(model=model, plan=plan, batch=batch, step_s=1.0)
         if row["quantity"] == "iteration_time":
-            case.step = MeasuredStep(model=model, plan=plan, batch=batch, step_s=value)
+            case.step = TimedStep(model=model, plan=plan, batch=batch, step_s=value)
         elif row["quantity"] in ("params+optimizer", "activations"):
             case.memory = {row["quantity"]: value * 2**30}
         elif row["quantity"].startswith("activations relative"):
@@ -130,7 +130,7 @@ def sc21(folder):
         plans = sc21_candidates(gpus // tp // pp, tp, pp, batch, layers, gpus)
         cases.append(Case(
             "megatron sc21", f"T1 {row['params_b']}B {gpus} GPUs", "selene",
-            MeasuredStep(model=model, plan=plans[0], batch=batch, step_s=step_s), plans,
+            TimedStep(model=model, plan=plans[0], batch=batch, step_s=step_s), plans,
         ))  # fmt: skip
     shapes = {"174.6": (96, 12288, 96), "529.6": (105, 20480, 128)}
     for row in read(folder, "megatron_vs_zero3.csv"):
@@ -152,7 +152,7 @@ def sc21(folder):
         case = Case(
             "megatron sc21" if row["scheme"] != "ZeRO-3" else "deepspeed zero-3 (sc21)",
             f"T2 {row['scheme']} {row['params_b']}B {gpus} GPUs", "selene",
-            MeasuredStep(model=model, plan=plans[0], batch=batch, step_s=step_s), plans,
+            TimedStep(model=model, plan=plans[0], batch=batch, step_s=step_s), plans,
         )  # fmt: skip
         case.is_fit = row["scheme"] != "ZeRO-3"
         cases.append(case)
@@ -197,7 +197,7 @@ def mpt(folder):
         )  # fmt: skip
         batch = int(row["GlobalBatchSize"])
         step_s = batch * seq / gpus / float(row["Throughput (T/s/GPU)"])
-        case.step = MeasuredStep(model=model, plan=plan, batch=batch, step_s=step_s)
+        case.step = TimedStep(model=model, plan=plan, batch=batch, step_s=step_s)
     return cases
 
 
@@ -242,7 +242,7 @@ def torchtitan(folder):
         )  # fmt: skip
         batch = local * dp
         step_s = batch * seq / gpus / float(row["tps_per_gpu"])
-        case.step = MeasuredStep(model=model, plan=plan, batch=batch, step_s=step_s)
+        case.step = TimedStep(model=model, plan=plan, batch=batch, step_s=step_s)
         if row["peak_mem_gib"]:
             case.memory = {"peak": float(row["peak_mem_gib"]) * 2**30}
         if "rowwise" in row["precision"]:
@@ -269,7 +269,7 @@ def nanotron(folder):
             zero=0,
         )  # fmt: skip
         case = Case("nanotron", f"{gpus} GPUs dp{dp} tp{tp} pp{pp} mb{mb}", "hf-h100")
-        case.step = MeasuredStep(model=model, plan=plan, batch=batch, step_s=float(row["step_s"]))
+        case.step = TimedStep(model=model, plan=plan, batch=batch, step_s=float(row["step_s"]))
         case.memory = {"peak": float(row["peak_alloc_mib"]) * 2**20}
         cases.append(case)
     return cases
@@ -317,7 +317,7 @@ def bigscience_a100(folder):
             reduce_precision="float32" if line > 895 else "bfloat16",
             layers=bigscience_stages(layers, pp, line), **MEGATRON,
         )  # fmt: skip
-        case.step = MeasuredStep(model=model, plan=plan, batch=batch, step_s=sizes[5])
+        case.step = TimedStep(model=model, plan=plan, batch=batch, step_s=sizes[5])
         memory = re.match(r"(\d+)GB", row["Mem"])
         if memory:
             case.memory = {"peak": float(memory[1]) * 1e9}

@@ -61,6 +61,7 @@ VALUES = {
         "rotary": True,
         "biases": False,
     },
+    "DeviceOptions": {"kind": "silos", "sample_ms": 1.5, "queue_s": 120.0},
     "Injection": {"rank": 1, "late_ms": 20.0, "cause": "compute"},
     "PackOptions": {},
     "LoaderOptions": {},

@@ -118,7 +118,7 @@ HOOK int truncate(const char* path, off_t length) {
     char hidden[PATH_MAX];                                                    \
     if (in_mount_here(&path, &place)) return refuse_change(&place);           \
     if (place.output != NULL) path = written_path(path, hidden);              \
-    return REAL(function) arguments;                                          \
+    return output_changed(&place, path, REAL(function) arguments);            \
   }
 #define CHANGE_AT(function, parameters, arguments)                            \
   HOOK int function parameters {                                              \
@@ -126,7 +126,7 @@ HOOK int truncate(const char* path, off_t length) {
     char hidden[PATH_MAX];                                                    \
     if (in_mount(&folder, &path, &place)) return refuse_change(&place);       \
     if (place.output != NULL) path = written_path(path, hidden);              \
-    return REAL(function) arguments;                                          \
+    return output_changed(&place, path, REAL(function) arguments);            \
   }
 CHANGE_HERE(chmod, (const char* path, mode_t mode), (path, mode))
 CHANGE_HERE(lchmod, (const char* path, mode_t mode), (path, mode))
@@ -199,7 +199,7 @@ HOOK int utimensat(int folder, const char* path, const struct timespec times[2],
   char hidden[PATH_MAX];
   if (in_mount(&folder, &path, &place)) return refuse_change(&place);
   if (place.output != NULL) path = written_path(path, hidden);
-  return REAL(utimensat)(folder, path, times, flags);
+  return output_changed(&place, path, REAL(utimensat)(folder, path, times, flags));
 }
 
 HOOK int futimesat(int folder, const char* path, const struct timeval times[2]) {
@@ -208,7 +208,7 @@ HOOK int futimesat(int folder, const char* path, const struct timeval times[2]) 
   char hidden[PATH_MAX];
   if (in_mount(&folder, &path, &place)) return refuse_change(&place);
   if (place.output != NULL) path = written_path(path, hidden);
-  return REAL(futimesat)(folder, path, times);
+  return output_changed(&place, path, REAL(futimesat)(folder, path, times));
 }
 
 /* Of two paths: what leads from one file system to another is EXDEV, as the kernel says. */

@@ -661,6 +661,12 @@ const char* written_path(const char* path, char* hidden) {
   return is_written ? hidden : path;
 }
 
+int output_changed(const Place* place, const char* path, int result) {
+  const Mount* shared = result != 0 || place->output == NULL ? NULL : shared_output(path);
+  const char* name = strrchr(path, '/') + 1;
+  return shared == NULL || is_hidden_name(name) ? result : ask(shared, "attributes", path, NULL, 0);
+}
+
 /* Of a folder that seems to be empty, what crashed writers left. */
 static bool remove_stale_files(const char* path) {
   DIR* directory = REAL(opendir)(path);

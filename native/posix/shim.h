@@ -177,6 +177,8 @@ int remove_output_folder(const char* path);
 /* The path of a file that is still written, of PATH_MAX bytes at `hidden`, or `path` if it is there: programs set
    modes and times by name before they close. */
 const char* written_path(const char* path, char* hidden);
+/* After mode or times of a path were changed here, with this result: other nodes hear of it. */
+int output_changed(const Place* place, const char* path, int result);
 int truncate_output(const Place* place, const char* path, off_t length);
 /* As mkostemps and mkdtemp; `template` is the program's. */
 int open_output_template(char* template, int suffix, int flags);

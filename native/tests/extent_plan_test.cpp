@@ -1,5 +1,6 @@
 // What is fetched for samples whose shards are elsewhere: samples of one extent, of two, of none, and one
 // that is compressed; delivered by hand and by a node.
+#include "paceline/peer_server.hpp"
 #include "paceline/extent_plan.hpp"
 
 #include <cstring>

@@ -1,4 +1,4 @@
-"""A real Flower deployment on loopback, with TLS and authenticated nodes, under our selection."""
+"""Flower under our selection: a real deployment with TLS and keys, and its simulation."""
 
 import json
 import os
@@ -168,3 +168,54 @@ def test_authenticated_nodes_train_and_a_stranger_is_refused(deployment):
     assert [node["status"] for node in nodes] == ["online"] * NODES
     assert "Receiving" in (folder / "node0.log").read_text()
     assert "Receiving" not in (folder / f"node{NODES}.log").read_text()
+
+
+def test_flowers_simulation_trains_under_our_selection(flower, tmp_path):
+    if not (flower / "ray").exists():
+        pytest.skip("no simulation of Flower here")
+    home = tmp_path / "home"
+    home.mkdir()
+    environ = {
+        **os.environ,
+        "PATH": f"{flower}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT / "src"),
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+
+    def flwr(*words):
+        return subprocess.run(
+            [flower / "flwr", *map(str, words)],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            cwd=tmp_path,
+        )
+
+    result = tmp_path / "result.json"
+    try:
+        flwr("federation", "simulation-config", "@none/default", "local", "--num-supernodes", NODES)
+        config = f"rounds=4 clients={NODES} cohort=2 result='{result}'"
+        said = flwr("run", APP, "local", "--stream", "--run-config", config)
+        assert result.exists(), said.stdout[-3000:] + said.stderr[-3000:]
+    finally:
+        end_processes_of(home)  # `flwr run` leaves a SuperLink running
+    found = json.loads(result.read_text())
+    assert len(found["accuracy"]) >= 4
+    assert found["accuracy"][-1] > 0.5
+    assert len(found["returned"]) == NODES  # all took part
+    assert found["refused"] == []
+
+
+def end_processes_of(home):
+    """End the processes whose FLWR_HOME is the test's own."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"FLWR_HOME={home}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                os.kill(int(process.name), 9)
+        except OSError:  # it has ended, or is not ours
+            continue

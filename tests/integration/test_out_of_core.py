@@ -35,7 +35,7 @@ from paceline.training import prepare
 from paceline.training.capture import TrainingStep
 from paceline.training.out_of_core.capturing import capture_events
 from paceline.training.out_of_core.optimizer_files import OptimizerFiles
-from paceline.training.out_of_core.process_memory import ProcessMemory
+from paceline.training.out_of_core.process_memory import Allocator, ProcessMemory
 from paceline.training.out_of_core.recompute import candidates
 from paceline.training.out_of_core.spill_file import SpillFile
 from paceline.training.out_of_core.training import OutOfCore
@@ -145,6 +145,26 @@ def test_kept_memory_leaves_room_for_what_operators_take_for_a_while(tmp_path, m
         train(model, batch, 3, optimizer, note)
         assert out_of_core.plan.spilled_bytes > 0
     assert max(peaks) <= out_of_core.session.budget_bytes
+
+
+def test_a_block_that_nobody_has_touched_yet_is_no_workspace():
+    memory, allocator = ProcessMemory(), Allocator()
+    allocator.begin()
+    try:
+        blocks = []
+        for size in (1, 64):  # MiB that an interval touches, of a block from before it
+            blocks.append(torch.empty(size * MIB, dtype=torch.uint8))
+            allocator.begin_interval(memory.now_bytes)
+            memory.start()
+            blocks[-1].fill_(1)
+            allocator.end_interval(memory.peak_bytes)
+        allocator.end_step()
+        allocator.keep_within(PLENTY, memory.now_bytes)
+        counts = allocator.counts()
+        assert PLENTY - counts.cap_bytes < memory.now_bytes() - counts.resident_bytes + 32 * MIB
+    finally:
+        allocator.end()
+        memory.close()
 
 
 def test_memory_that_others_have_freed_is_used_again(tmp_path):

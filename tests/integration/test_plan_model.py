@@ -57,6 +57,8 @@ def test_the_library_is_listed():
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
+        (("--model", BIG, "--ranks", "4"), UsageError, "--ranks has no effect on an architecture"),
+        (("--model", BIG, "--out", "x.json"), UsageError, "--out has no effect"),
         (("--nodes", "3"), UsageError, "--nodes has an effect with --model"),
         ((), UsageError, "there is no model to plan"),
         (("x.py:step", "--model", BIG), UsageError, "of a script's function or of an architecture"),

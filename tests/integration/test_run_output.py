@@ -93,6 +93,9 @@ def test_what_a_program_writes_is_read_back_and_drained(tmp_path):
     assert tree(target) == {"a/b/sh": Path("/bin/sh").read_bytes(), "a/x": b"x\n"}
     done.assert_nothing_left()
     assert not Path(POINT).exists()
+    report = json.loads((tmp_path / "RUN" / "output" / "shared-00000.json").read_text())
+    size = sum(len(body) for body in tree(target).values())
+    assert (report["files"], report["bytes"], report["problems"]) == (2, size, {})
 
 
 @pytest.mark.parametrize("name", ["output_calls.py", "output_commands.sh"])
@@ -110,6 +113,7 @@ def test_programs_find_an_output_as_they_find_a_folder(tmp_path, name):
     done.assert_nothing_left()
 
 
+@pytest.mark.campaign("e2e")
 @pytest.mark.parametrize("rank", [0, 1])  # one of both orders the changes
 @pytest.mark.parametrize("name", ["output_calls.py", "output_commands.sh"])
 def test_a_program_of_one_node_of_two_finds_a_folder(tmp_path, name, rank):
@@ -124,6 +128,7 @@ def test_a_program_of_one_node_of_two_finds_a_folder(tmp_path, name, rank):
     assert tree(tmp_path / "shared") == tree(plain)
 
 
+@pytest.mark.campaign("e2e")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_names_on_one_node_of_two_have_one_writer(tmp_path, rank):
     words = (sys.executable, SCRIPTS / "output_publishing.py", POINT)
@@ -132,7 +137,9 @@ def test_names_on_one_node_of_two_have_one_writer(tmp_path, rank):
     assert done[rank].out == "all as expected\n"
 
 
-@pytest.mark.parametrize("where", ["here", "network"])
+@pytest.mark.parametrize(
+    "where", ["here", pytest.param("network", marks=pytest.mark.campaign("e2e"))]
+)
 def test_what_one_node_does_the_other_finds(tmp_path, where):
     flags = tmp_path / "flags"
     flags.mkdir()
@@ -156,6 +163,56 @@ def test_checkpoints_rotate_on_two_nodes(tmp_path):
     names = {"step7.pt", "step8.pt", "last.pt", "log.txt", "arrays.npz"}
     assert set(tree(target)) == names
     assert (target / "log.txt").read_text().split() == [str(step) for step in range(1, 9)]
+
+
+@pytest.mark.campaign("e2e")
+def test_sharded_checkpoints_are_saved_and_loaded_on_two_nodes(tmp_path):
+    target = tmp_path / "shared"
+    done = run_nodes(tmp_path, target, SCRIPTS / "output_sharded.py", POINT)
+    assert [task.code for task in done] == [0, 0], done[0].err + done[1].err
+    assert [task.out for task in done] == ["['step2']\n"] * 2
+    files = {".metadata", "__0_0.distcp", "__1_0.distcp"}
+    assert set(tree(target)) == {f"step2/{name}" for name in files}
+
+
+@pytest.mark.campaign("launchers")
+def test_tasks_of_a_slurm_step_share_the_output_of_their_node(tmp_path):
+    """Four tasks on two hosts, with the variables that srun would give them."""
+    require_networks()
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "x").write_text("data")
+    store.pack(store.Folder(tmp_path / "plain"), tmp_path / "pack")
+    script = (
+        'cat /mnt/x/x >"$1/$SLURM_PROCID"; while [ $(ls "$1" | wc -l) -lt 4 ]; do sleep 0.05; done'
+    )
+    words = ("/bin/sh", "-c", f'{script}; cat "$1"/*', "sh", POINT)
+    with network(2) as hosts:
+        step = {
+            "SLURM_JOB_ID": "7",
+            "SLURM_STEP_ID": "1",
+            "SLURM_NTASKS": "4",
+            "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+            "SLURM_STEP_NODELIST": hosts[0][0],
+        }
+        tasks = [
+            Launched(
+                tmp_path,
+                *("run", "--no-record", "--out", "RUN", "--data", f"{tmp_path / 'pack'}:/mnt/x"),
+                *("--output", f"{tmp_path / 'shared'}:{POINT}", *words),
+                prefix=hosts[number // 2][1],
+                env={
+                    **step,
+                    "SLURM_PROCID": str(number),
+                    "SLURM_LOCALID": str(number % 2),
+                    "SLURM_NODEID": str(number // 2),
+                },
+            )
+            for number in range(4)
+        ]
+        done = [task.wait() for task in tasks]
+    assert [(task.code, task.out) for task in done] == [(0, "data" * 4)] * 4, done[0].err
+    assert tree(tmp_path / "shared") == {str(number): b"data" for number in range(4)}
+    assert all(task.running() == [] for task in done)
 
 
 WRITES = """
@@ -185,6 +242,7 @@ print(rank, "lost", lost, file=sys.stderr)
 """
 
 
+@pytest.mark.campaign("faults")
 @pytest.mark.parametrize("node", [0, 1])
 def test_servers_of_two_nodes_are_killed_and_go_on(tmp_path, node):
     """No write, rename or read fails, and all nodes have the same names in the end."""
@@ -328,6 +386,7 @@ def test_of_two_nodes_that_create_a_name_one_does(tmp_path):
     assert [found.count(b"0"), found.count(b"1")] == won
 
 
+@pytest.mark.campaign("faults")
 def test_of_processes_on_one_node_that_create_a_name_one_does(tmp_path):
     script = tmp_path / "race.py"
     script.write_text(RACE)
@@ -344,6 +403,7 @@ def test_a_name_is_there_when_its_file_is_closed_and_has_one_writer(tmp_path):
     done.assert_nothing_left()
 
 
+@pytest.mark.campaign("e2e")
 def test_checkpoints_of_an_unchanged_script_rotate(tmp_path):
     script = SCRIPTS / "output_checkpoints.py"
     target = tmp_path / "shared"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from paceline import store
-from paceline.core.errors import CorruptPack, RankLost, UsageError
+from paceline.core.errors import CorruptPack, DeadlineExceeded, RankLost, UsageError
 from paceline.store.serve.card import NodeAddress
 from paceline.store.serve.links import LocalNode, LocalNodeLink
 from paceline.store.serve.node import NodeOptions, StoreNode
@@ -141,6 +141,37 @@ def test_a_shard_that_moved_to_a_node_which_joined_is_found_there(pack):
         first.peers = ("node1",)
         first.shards.clear()
         assert_equal(pack, remote)
+
+
+class BusyNodeLink(LocalNodeLink):
+    """A node that needs longer for its card than a reader usually waits."""
+
+    is_busy = False
+
+    def card(self, wait_s, caller=""):
+        if self.is_busy and wait_s < 10:
+            raise DeadlineExceeded("it did not answer", where=self.name)
+        return super().card(wait_s, caller)
+
+
+def test_without_a_source_a_reader_waits_for_a_busy_node_that_has_joined(pack):
+    first, second = local_nodes(pack, 2)
+    links = {node.name: BusyNodeLink(node) for node in (first, second)}
+    with RemotePack(pack.path, [links["node0"]], connect=links.__getitem__) as remote:
+        assert_equal(pack, remote)
+        first.peers = ("node1",)
+        first.shards.clear()
+        for link in links.values():
+            link.is_busy = True
+        assert_equal(pack, remote)
+
+
+def test_a_node_ends_when_what_follows_its_peers_fails(pack, tmp_path):
+    with StoreNode(pack.path, NodeOptions(listen=LOOPBACK, local=tmp_path)) as node:
+        node.beat = lambda: 1 // 0
+        node.start()
+        with pytest.raises(ZeroDivisionError):
+            node.wait(60)
 
 
 def test_the_source_is_the_last_resort(pack):

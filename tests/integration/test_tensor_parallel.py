@@ -113,7 +113,7 @@ def test_what_does_not_work_is_refused(two):
         assert "has no engine 'sharded'" in found["engine"]
         assert "has no compression" in found["compression"]
         assert "has no memory_budget" in found["memory_budget"]
-        assert "a model in stages has no tensor_parallel" in found["partitions"]
+        assert "a model is divided into stages or by tensor_parallel" in found["partitions"]
         assert "it is a GELU" in found["unknown"]
         assert "Name linear layers, such as head" in found["misspelt"]
         assert "Give 'auto', or the names of linear layers in a list" in found["text"]

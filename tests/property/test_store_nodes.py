@@ -162,6 +162,88 @@ def test_shards_are_staged_once_and_replicated_again_after_a_loss(count, shards,
     assert all(len(cluster.copies(shard)) == copies for shard in range(shards))
 
 
+class SlowCluster(Cluster):
+    """Nodes whose copies take until the next round, and whose news are those of the last one."""
+
+    def __init__(self, count, shards, replicas):
+        super().__init__(count, shards, replicas)
+        self.shards, self.replicas = shards, replicas
+        self.running = []
+        self.said = {name: frozenset() for name in self.names}
+
+    def round(self):
+        self.now_s += 1
+        running, self.running = self.running, []
+        for name, membership, staging, stage in running:
+            if name in self.down or membership is not self.members[name][0]:
+                continue  # it was killed meanwhile
+            peer_held = self.members[stage.peer][0].held if stage.peer else ()
+            if stage.peer and (stage.peer in self.down or stage.shard not in peer_held):
+                staging.failed(stage, self.now_s)
+                continue
+            membership.held.add(stage.shard)
+            staging.done(stage.shard)
+        for name in self.names:
+            if name not in self.down:
+                self.beat(name)
+        self.said = {name: frozenset(self.members[name][0].held) for name in self.names}
+
+    def beat(self, name):
+        membership, staging = self.members[name]
+        for other in self.names:
+            if other != name:
+                is_down = other in self.down
+                event = Silent(node=other) if is_down else Heard(node=other, held=self.said[other])
+                membership.note(event, self.now_s)
+        actions = membership.handle(TimePassed(), self.now_s)
+        wanted = [action for action in actions if isinstance(action, CopyShard)]
+        staging.want(copy for copy in wanted if copy.shard not in membership.held)
+        for action in actions:
+            if isinstance(action, DropShard):
+                membership.held.discard(action.shard)
+        for stage in staging.start(membership.placement, self.now_s):
+            self.running.append((name, membership, staging, stage))
+
+    def kill(self, name, *, is_wiped):
+        held = self.members[name][0].held
+        self.down.add(name)
+        self.members[name] = self.member(name, self.shards, self.replicas)  # a new process
+        self.members[name][0].held |= set() if is_wiped else held
+        self.said[name] = frozenset(self.members[name][0].held)
+
+    def is_whole(self):
+        copies = min(self.replicas, len(self.names))
+        return all(len(self.copies(shard)) == copies for shard in range(self.shards))
+
+    def settle(self, rounds):
+        for _ in range(rounds):
+            if self.is_whole():
+                return
+            self.round()
+        assert self.is_whole(), {name: self.members[name][0].held for name in self.names}
+
+
+@settings(max_examples=60)
+@given(
+    count=st.integers(2, 4),
+    shards=st.integers(1, 16),
+    kills=st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(0, 12)), max_size=12),
+)
+def test_all_copies_are_there_again_after_each_kill(count, shards, kills):
+    """As `paceline torture cluster` kills: the next node when the last one has its share again."""
+    cluster = SlowCluster(count, shards, 2)
+    cluster.settle(60)
+    for victim, is_wiped, rounds_down in kills:
+        name = cluster.names[victim % count]
+        cluster.kill(name, is_wiped=is_wiped)
+        for _ in range(rounds_down):  # shorter, or longer, than the others wait
+            cluster.round()
+            assert all(cluster.copies(shard) for shard in range(shards))
+        cluster.down.clear()
+        cluster.settle(60)
+        assert len(cluster.source_reads) <= shards
+
+
 @settings(max_examples=25)
 @given(
     count=st.integers(2, 5),

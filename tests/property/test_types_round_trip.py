@@ -13,10 +13,13 @@ from paceline.core.machine import (
     CollectiveCost,
     CollectivePoint,
     Device,
+    Efficiency,
+    Fabric,
     FrameworkOverhead,
     Link,
     Machine,
     Overhead,
+    PeakRate,
     Point,
     Quantity,
     Rate,
@@ -32,6 +35,13 @@ OPERATOR = st.sampled_from(["matmul", "convolution", "layer_norm", "elementwise"
 PHASE = st.sampled_from(["forward", "backward", "optimizer"])
 QUANTITY = st.builds(
     Quantity, value=SECONDS, source=SOURCE, low=st.none() | SECONDS, high=st.none() | SECONDS
+)
+POSITIVE = st.builds(Quantity, value=st.floats(1e-6, 1e15), source=SOURCE, reference=st.text())
+SHARE = st.builds(Quantity, value=st.floats(1e-3, 1), source=SOURCE)
+EFFICIENCY = st.builds(
+    Efficiency,
+    **dict.fromkeys(("matmul", "attention", "bandwidth", "link", "network", "unaligned"), SHARE),
+    layer_s=QUANTITY,
 )
 
 
@@ -67,9 +77,11 @@ DEVICE = st.builds(
     name=st.text(),
     kind=st.sampled_from(["cpu", "gpu", "npu"]),
     cores=COUNT,
-    memory_bytes=QUANTITY,
+    memory_bytes=POSITIVE,
     cache_bytes=st.none() | QUANTITY,
-    bandwidth_bytes_per_s=st.none() | QUANTITY,
+    bandwidth_bytes_per_s=st.none() | POSITIVE,
+    peaks=tuples(st.builds(PeakRate, dtype=st.text(), flops_per_s=POSITIVE), 2),
+    efficiency=st.none() | EFFICIENCY,
     rates=tuples(RATE, 2),
     overheads=tuples(OVERHEAD, 2),
     framework_overheads=tuples(FRAMEWORK, 2),
@@ -78,7 +90,7 @@ LINK = st.builds(
     Link,
     level=st.text(),
     latency_s=QUANTITY,
-    bandwidth_bytes_per_s=QUANTITY,
+    bandwidth_bytes_per_s=POSITIVE,
     sharing=st.sampled_from(["pair", "device", "node", "all"]),
 )
 COLLECTIVE = st.builds(
@@ -111,6 +123,7 @@ MACHINE = st.builds(
     collectives=tuples(COLLECTIVE),
     tiers=tuples(TIER),
     missing=tuples(st.text()),
+    fabric=st.none() | st.builds(Fabric, topology=st.text(), group_nodes=COUNT, taper=SHARE),
 )
 OPERATION = st.builds(
     Operation,

@@ -113,8 +113,8 @@ EXPORTS = {
     "perf": ["choose_buckets", "divide", "estimate"],
     "perf.transformer": [
         "Architecture",
-        "MeasuredStep",
         "Risks",
+        "TimedStep",
         "estimate_transformer",
         "fit_efficiency",
         "read_architecture",

@@ -17,6 +17,7 @@ from paceline.federated.contribution import (
     exact_shapley,
     gtg_shapley,
 )
+from paceline.federated.contribution.gate import RoundEvidence
 from paceline.federated.contribution.sketches import Sketcher
 from paceline.federated.updates import ModelUpdate
 
@@ -405,3 +406,26 @@ def test_records_choose_the_best_and_explore():
     found = again.scores({"client-2": 1.0})
     assert found == records.scores({"client-2": 1.0})
     assert found["client-2"] == pytest.approx(0.6)
+
+
+def test_updates_unlike_a_clients_earlier_ones_are_suspicious():
+    def evidence(steadiness):
+        size = len(steadiness)
+        return RoundEvidence(
+            norm_ratio=np.ones(size),
+            explained=np.zeros(size),
+            is_outlier=np.zeros(size, bool),
+            agreement=np.zeros(size),
+            accord=np.zeros(size),
+            steadiness=np.array(steadiness),
+            kinship=np.full(size, np.nan),
+            copies=[[index] for index in range(size)],
+            earlier=[None] * size,
+            noise=1 / 64,
+        )
+
+    nan = float("nan")
+    # A newcomer, three honest clients, one half as steady as half of them, one that changed sides.
+    found = evidence([nan, 0.4, 0.4, 0.4, 0.1, -0.3]).unsteadiness()
+    assert found.tolist() == pytest.approx([0, 0, 0, 0, 0.5, 1])
+    assert not evidence([0.01, 0.02, -0.01]).unsteadiness().any()  # nobody is steady

@@ -216,6 +216,16 @@ def test_the_memory_is_unbiased_under_uniform_answers():
     assert np.mean(changes, axis=0) == pytest.approx(deltas.mean(0), abs=1e-6)
 
 
+def test_a_client_weighs_in_the_memory_as_it_did_when_it_answered_last():
+    rng = np.random.default_rng(2)
+    deltas = rng.standard_normal((3, 4)).astype(np.float32)
+    memory = UpdateMemory(np.array([1.0, 2.0, 3.0]), 4)
+    memory.combine([0, 1, 2], deltas, [1.0] * 3, [4.0, 1.0, 1.0])
+    memory.combine([0], [2 * deltas[0]], [1.0], [0.5])
+    expected = np.average([2 * deltas[0], deltas[1], deltas[2]], axis=0, weights=[0.5, 2, 3])
+    assert memory.combine([1], [deltas[1]], [1.0]) == pytest.approx(expected, abs=1e-6)
+
+
 def test_a_client_that_answers_first_counts_as_itself():
     memory = UpdateMemory(np.ones(4), 2)
     first = memory.combine([0, 1], [np.float32([1, 0]), np.float32([3, 2])], [1.0, 1.0])

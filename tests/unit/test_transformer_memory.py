@@ -77,6 +77,16 @@ def test_ranks_of_a_pipeline_have_all_parameters_and_a_copy_of_a_tied_embedding(
     assert sum(rank_parameters(model, plan)) * 2 == pytest.approx(model.parameters + copy)
 
 
+def test_a_plan_that_nearly_fills_the_device_is_called_tight():
+    plan = Plan(
+        mesh=Mesh(tensor=8, pipeline=6), nodes=6, microbatches=6, precision="bfloat16",
+        recompute="full",
+    )  # fmt: skip
+    found = estimate_transformer(library_machine("selene"), gpt(), plan, 6)
+    assert found.fits
+    assert any(text.startswith("tight: ") for text in found.warnings)
+
+
 def test_a_plan_that_does_not_fit_says_by_how_much_where_and_of_what():
     plan = Plan(mesh=Mesh(tensor=8, pipeline=4), nodes=4, microbatches=16, precision="bfloat16")
     found = estimate_transformer(library_machine("selene"), gpt(), plan, 16)

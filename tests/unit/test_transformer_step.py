@@ -10,8 +10,8 @@ from paceline.core.machine_file import library_machine
 from paceline.core.plan import Mesh, Plan
 from paceline.perf.transformer import (
     Architecture,
-    MeasuredStep,
     Risks,
+    TimedStep,
     estimate_transformer,
     fit_efficiency,
     with_efficiency,
@@ -158,7 +158,7 @@ def test_stragglers_and_failures_cost_what_order_statistics_and_young_say():
 
 def steps_of(machine, plans):
     return [
-        MeasuredStep(
+        TimedStep(
             model=MODEL, plan=chosen, batch=64,
             step_s=step_times(machine, MODEL, chosen, 64).breakdown.total_s,
         )

@@ -150,7 +150,7 @@ def plan(
         print_machines(as_json=as_json)
         return
     if model is not None:
-        refuse_other_flags(target)
+        refuse_other_flags(target, flags)
         shared = {"batch": batch or 0, "schedule": schedule}
         print_transformer(model, machine, {**flags, **shared}, as_json=as_json)
         return

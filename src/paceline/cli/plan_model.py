@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+# Flags of scripts that have a meaning for an architecture too.
+_SHARED = ("model", "machine", "machines", "batch", "schedule", "as_json")
+
 
 def transformer_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Add the flags of transformers to the command; each has a field of `TransformerOptions`."""
@@ -67,11 +70,15 @@ def transformer_flags(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def refuse_other_flags(target: str | None) -> None:
-    """Raise an error where both a script and an architecture are given.
+def refuse_other_flags(target: str | None, flags: dict[str, Any]) -> None:
+    """Raise an error for a script, or a flag of scripts, beside an architecture.
+
+    Args:
+        target: the script's function.
+        flags: of transformers.
 
     Raises:
-        UsageError: both are.
+        UsageError: one is given.
     """
     from paceline.core.errors import UsageError
 
@@ -81,6 +88,16 @@ def refuse_other_flags(target: str | None) -> None:
             where=f"paceline plan {target} --model",
             fix="Leave out one of the two",
         )
+    context = click.get_current_context()
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        is_given = source is click.core.ParameterSource.COMMANDLINE
+        if is_given and name not in _SHARED and name not in flags:
+            raise UsageError(
+                f"--{name.replace('_', '-')} has no effect on an architecture",
+                where="paceline plan --model",
+                fix="Leave it out; see --help for the flags of --model",
+            )
 
 
 def refuse_transformer_flags(target: str | None, flags: dict[str, Any]) -> None:

@@ -176,7 +176,8 @@ class _Federation:
             controller,
             model,
             self._samples,
-            remembers=strategy.remembers,
+            name_of=lambda client: str(self._node_of[client]),
+            strategy=strategy,
             evaluate=evaluate,
             evaluate_every=1,
         )
@@ -235,7 +236,7 @@ class _Federation:
                 continue
             client = self._number_of[asked.node]
             if reply.has_error():
-                self.server.lost(now_s, client)
+                self.server.lost(now_s, client, f"the node has failed: {reply.error.reason}")
             elif self.server.waits_for(client, asked.version):
                 self._take_update(now_s, client, asked, reply.content)
 
@@ -263,8 +264,9 @@ class _Federation:
             samples, steps = int(metrics["samples"]), int(metrics["steps"])
             compute_s = min(max(0.0, float(metrics["compute_s"])), took_s)
             loss = float(metrics["loss"])
-        except (KeyError, TypeError, ValueError):
-            self.server.lost(now_s, client)
+        except (KeyError, TypeError, ValueError) as problem:
+            reason = f"not in the form of make_client_app: {type(problem).__name__}: {problem}"
+            self.server.refuse(now_s, client, "form", reason)
             return
         update = ModelUpdate(
             client=str(asked.node),

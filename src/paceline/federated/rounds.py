@@ -170,6 +170,12 @@ class RoundController:
         return self._spent_s.copy()
 
     @property
+    def typical_loss(self) -> float:
+        """Median of the losses that clients told last; nan before any."""
+        known = self._loss[np.isfinite(self._loss)]
+        return float(np.median(known)) if known.size else float("nan")
+
+    @property
     def working(self) -> frozenset[int]:
         """Clients that were asked and have not answered."""
         return frozenset(self._working)

@@ -26,9 +26,12 @@ if TYPE_CHECKING:
     from paceline.federated.clients import Timing
     from paceline.federated.pay import PaidRounds
     from paceline.federated.rounds import RoundController, StartClient
+    from paceline.federated.strategies import Strategy
     from paceline.federated.updates import ModelUpdate
 
 logger = logging.getLogger(__name__)
+
+_MOST_FAIR = 4.0
 
 
 class FederationServer:
@@ -38,7 +41,8 @@ class FederationServer:
         controller: of the rounds.
         model: parameters to begin with; float32, shape (parameters,).
         weights: of the clients in the model; shape (clients,), any scale.
-        remembers: whether each client's last update stands for it while it does not answer.
+        strategy: whether each client's last update stands for it while it does not answer, and how
+            losses count beside sizes.
         evaluate: returns the evaluation of a model, given seconds, version and parameters.
         evaluate_every: new models.
         pay: scores updates and pays for them; None: nobody is paid, and all updates count.
@@ -57,7 +61,7 @@ class FederationServer:
         model: np.ndarray,
         weights: np.ndarray,
         *,
-        remembers: bool,
+        strategy: Strategy,
         evaluate: Callable[[float, int, np.ndarray], Evaluation],
         evaluate_every: int = 5,
         pay: PaidRounds | None = None,
@@ -65,7 +69,7 @@ class FederationServer:
     ) -> None:
         self._name_of = name_of
         self.controller, self._pay = controller, pay
-        self._weights, self._remembers = weights, remembers
+        self._weights, self._strategy = weights, strategy
         self._evaluate, self._evaluate_every = evaluate, evaluate_every
         self.monitor = Monitor()
         self.refused: list[Refusal] = []
@@ -159,9 +163,10 @@ class FederationServer:
     def _aggregate(self, now_s: float, action: Aggregate) -> None:
         """Make the next model; the controller counts it already."""
         action = self._without_giants(action)
+        fair = self._fair_factors(action)
         weights = [
-            float(self._weights[client]) * late
-            for client, late in zip(action.clients, action.staleness, strict=True)
+            float(self._weights[client]) * late * factor
+            for client, late, factor in zip(action.clients, action.staleness, fair, strict=True)
         ]
         before = self._models[self.version - 1]
         deltas = [update.delta for update in action.updates]
@@ -171,7 +176,7 @@ class FederationServer:
             deltas = judged.deltas
             weights = [w * factor for w, factor in zip(weights, judged.factors, strict=True)]
         self._unpaid = {}
-        self._models[self.version] = before + self._combined(action.clients, deltas, weights)
+        self._models[self.version] = before + self._combined(action.clients, deltas, weights, fair)
         if self.version % self._evaluate_every == 0:
             alarm = self.monitor.add(self._evaluate(now_s, self.version, self.model))
             if alarm is not None and self.alarms.setdefault(alarm.kind, alarm) is alarm:
@@ -198,19 +203,38 @@ class FederationServer:
             tuple(action.spent_s[index] for index in kept),
         )
 
+    def _fair_factors(self, action: Aggregate) -> list[float]:
+        """Return by how much the losses of the clients raise the weights of their updates.
+
+        A weight is size x (loss / median loss)^p, so that the model turns to those for whom it is
+        poor. Losses are what clients say: the factor stays within 1/4 and 4.
+        Source: T. Li et al., Fair Resource Allocation in Federated Learning, ICLR 2020 (q-FFL).
+        """
+        typical, power = self.controller.typical_loss, self._strategy.loss_power
+        if not power or not typical > 0:
+            return [1.0] * len(action.clients)
+        ratios = np.array([update.loss for update in action.updates]) / typical
+        known = np.where(np.isfinite(ratios) & (ratios > 0), ratios, 1.0)
+        factors: list[float] = np.clip(known**power, 1 / _MOST_FAIR, _MOST_FAIR).tolist()
+        return factors
+
     def _combined(
-        self, clients: Sequence[int], deltas: Sequence[np.ndarray], weights: Sequence[float]
+        self,
+        clients: Sequence[int],
+        deltas: Sequence[np.ndarray],
+        weights: Sequence[float],
+        fair: Sequence[float],
     ) -> np.ndarray:
         """Return how the model changes; not at all where no update has a weight."""
         used = [n for n, weight in enumerate(weights) if weight > 0]
         clients, deltas = [clients[n] for n in used], [deltas[n] for n in used]
-        weights = [weights[n] for n in used]
+        weights, fair = [weights[n] for n in used], [fair[n] for n in used]
         if not used:
             change = np.zeros_like(self._models[self.version - 1])
-        elif self._remembers:
+        elif self._strategy.remembers:
             for client, delta in zip(clients, deltas, strict=True):
                 self.controller.surprised(client, self._memory.distance(client, delta))
-            change = self._memory.combine(clients, deltas, weights)
+            change = self._memory.combine(clients, deltas, weights, fair)
         else:
             change = weighted_sum(deltas, np.asarray(weights) / sum(weights))
         if self._pay is not None:

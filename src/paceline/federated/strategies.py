@@ -35,11 +35,13 @@ class Strategy:
         rounds: how they go.
         make_selector: returns what chooses clients.
         remembers: whether each client's last update stands for it while it does not answer.
+        loss_power: of the losses by which updates are weighed beside their sizes; 0: not at all.
     """
 
     rounds: RoundOptions
     make_selector: Callable[[np.random.Generator], Selector]
     remembers: bool = False
+    loss_power: float = 0.0
 
 
 def make_strategy(name: str, cohort: int, goals: Goals | None = None) -> Strategy:
@@ -61,6 +63,7 @@ def make_strategy(name: str, cohort: int, goals: Goals | None = None) -> Strateg
             rounds=buffered,
             make_selector=lambda rng: GoalSelector(goals or Goals(), rng),
             remembers=True,
+            loss_power=(goals or Goals()).accuracy_fair,
         ),
         "random": Strategy(rounds=synchronous, make_selector=RandomSelector),
         "over-selected": Strategy(rounds=over, make_selector=RandomSelector),

@@ -34,11 +34,16 @@ class UpdateMemory:
     def __init__(self, weights: np.ndarray, parameters: int) -> None:
         self._weights = weights
         self._last: dict[int, np.ndarray] = {}
+        self._held: dict[int, float] = {}  # weights with which the last updates are in the sum
         self._sum = np.zeros(parameters, np.float64)  # of weighted last updates
         self._total = 0.0  # weight of the clients that have answered
 
     def combine(
-        self, clients: Sequence[int], deltas: Sequence[np.ndarray], weights: Sequence[float]
+        self,
+        clients: Sequence[int],
+        deltas: Sequence[np.ndarray],
+        weights: Sequence[float],
+        factors: Sequence[float] = (),
     ) -> np.ndarray:
         """Return how the model changes by these answers; float32, shape (parameters,).
 
@@ -46,14 +51,18 @@ class UpdateMemory:
             clients: who answered.
             deltas: their updates; float32, shape (parameters,).
             weights: of the answers among each other.
+            factors: by which the clients' weights in the global model differ until they answer
+                again; empty: 1.
         """
         total = float(sum(weights))
         mean = self._mean()
         change = mean.copy()
         for client, delta, weight in zip(clients, deltas, weights, strict=True):
             change += np.float32(weight / total) * (delta - self._last.get(client, mean))
-        for client, delta in zip(clients, deltas, strict=True):
-            self._replace(client, delta)
+        for client, delta, factor in zip(
+            clients, deltas, factors or [1.0] * len(clients), strict=True
+        ):
+            self._replace(client, delta, float(self._weights[client]) * factor)
         return change.astype(np.float32)
 
     def distance(self, client: int, delta: np.ndarray) -> float:
@@ -64,20 +73,24 @@ class UpdateMemory:
     def _mean(self) -> np.ndarray:
         return self._sum / self._total if self._total else self._sum
 
-    def _replace(self, client: int, delta: np.ndarray) -> None:
-        weight = float(self._weights[client])
-        if client in self._last:
+    def _replace(self, client: int, delta: np.ndarray, weight: float) -> None:
+        before = self._held.get(client, 0.0)
+        if before == weight:
             self._sum += np.float32(weight) * (delta - self._last[client])
         else:
+            if client in self._last:
+                self._sum -= np.float32(before) * self._last[client]
             self._sum += np.float32(weight) * delta
-            self._total += weight
-        self._last[client] = delta
+            self._total += weight - before
+        self._last[client], self._held[client] = delta, weight
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` takes."""
-        return {"last": dict(self._last), "sum": self._sum, "total": self._total}
+        held = {"last": dict(self._last), "held": dict(self._held)}
+        return {**held, "sum": self._sum, "total": self._total}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         self._last = {int(client): last for client, last in state["last"].items()}
+        self._held = {int(client): weight for client, weight in state["held"].items()}
         self._sum[:], self._total = state["sum"], state["total"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import select
 import shutil
@@ -26,6 +27,7 @@ from paceline.core.errors import (
     UsageError,
     storage_errors,
 )
+from paceline.core.files import commit_text
 from paceline.launch.local_folders import leftovers, make_locked
 from paceline.launch.rendezvous.addresses import open_data_listener
 from paceline.launch.rendezvous.messages import DataOffer, DataStart
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 _START_S = 60.0  # for a server to look at what its target has
 _MOST_PATH = 107  # of a socket: sun_path, unix(7)
 PREFIX = "paceline-output-"
+OUTPUT_FOLDER = "output"  # of the run: what was drained from each node
+_LOG = logging.getLogger(__name__)
 
 
 class OutputServers:
@@ -130,6 +134,8 @@ class _OutputServer:
 
     def __init__(self, output: RunOutput, job: PreparedJob) -> None:
         self.output = output
+        folder = job.run_folder / OUTPUT_FOLDER
+        self._report = folder / f"{Path(output.target).name}-{job.task_number:05}.json"
         self._config = config = job.resolved.config
         self._parent = parent = Path(config.data_folder or tempfile.gettempdir())
         with contextlib.ExitStack() as stack:
@@ -181,6 +187,7 @@ class _OutputServer:
                 self.output.target, str(self.folder), {"": "the server that drains it has ended"}
             )
         report = OutputReport.from_json(json.loads(lines[-1]))
+        self._keep(report)
         if not report.problems:
             return None
         self._is_kept = True
@@ -205,6 +212,13 @@ class _OutputServer:
                 listener=self._listener,
             )
             self._await_ready(spec)
+
+    def _keep(self, report: OutputReport) -> None:
+        try:
+            self._report.parent.mkdir(parents=True, exist_ok=True)
+            commit_text(self._report, report.to_text())
+        except (OSError, StorageError) as problem:  # what is drained is drained
+            _LOG.warning("no report of an output: %s", problem)
 
     def _await_ready(self, spec: OutputSpec) -> None:
         assert self._process.stdin is not None

@@ -36,6 +36,8 @@ def first():
     reach("written")
     wait_for("refused")
     file.close()
+    os.chmod(top / "a", 0o640)
+    os.utime(top / "a", (3, 4))
     reach("closed")
     wait_for("read")
     os.makedirs(top / "d" / "e")
@@ -61,10 +63,11 @@ def second():
     reach("refused")
     wait_for("closed")
     found = os.stat(top / "a")
-    assert found.st_size == len(MEGABYTE)
+    assert (found.st_size, found.st_mode & 0o777, found.st_mtime) == (len(MEGABYTE), 0o640, 4)
     assert (top / "a").read_bytes() == MEGABYTE
     with open(top / "a") as file:
-        assert os.fstat(file.fileno()).st_ino == found.st_ino
+        opened = os.fstat(file.fileno())
+        assert (opened.st_ino, opened.st_mode, opened.st_mtime) == (found.st_ino, found.st_mode, 4)
     assert is_refused("x")
     reach("read")
     wait_for("renamed")

@@ -42,6 +42,8 @@ _LEAST_TYPICAL = 1e-5  # 1 - cosine: what differs by less is equal to rounding
 _FAR_BELOW = 1 / 3  # of the round's median: too little to be one of them
 _NOTHING = 1e-3  # of an update's norm: what is left is rounding
 _LITTLE = 0.3  # of the round's usual rest; squared norms
+_USUAL_SHARE = 0.5  # of the round's median steadiness
+_UNSTEADY_DEVIATIONS = 5.0  # of noise: where nobody is steadier, it says nothing
 _OWN_SKETCHES = 3  # of a client
 # A client with large batches sends much the same again: only what is equal to the eye is a replay.
 _OWN_LIKENESS = 50
@@ -101,6 +103,18 @@ class RoundEvidence:
         if not usual >= limit:
             return np.zeros(len(likeness), bool)
         return np.asarray(likeness < min(limit, _FAR_BELOW * usual))
+
+    def unsteadiness(self) -> np.ndarray:
+        """Return how far updates are from their clients' own earlier ones, in [0, 1]; shape (n,).
+
+        0 down to half of the round's usual steadiness: honest clients stay above it, whatever data
+        they have; work that is not done, or that changes sides, does not.
+        """
+        usual = _median(self.steadiness)
+        if not usual > _UNSTEADY_DEVIATIONS * self.noise:
+            return np.zeros(len(self.steadiness))
+        missing = 1 - self.steadiness / (_USUAL_SHARE * usual)
+        return np.clip(np.nan_to_num(missing, nan=0.0), 0.0, 1.0)
 
 
 class SketchMemory:

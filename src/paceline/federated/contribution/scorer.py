@@ -241,13 +241,19 @@ class Contribution:
         scale = float(np.median(np.abs(values[players]))) if players else 0.0
         shared = _shared_values(evidence.copies, players, values, refusals)
         earned, weights = np.zeros(len(clients)), np.zeros(len(clients))
+        unsteady = evidence.unsteadiness()
         for index, client in enumerate(clients):
             value = float(shared[index])
             relative = min(1.0, max(-1.0, value / scale)) if scale > 0 else 0.0
             if is_blind:
                 relative = float(np.nan_to_num(evidence.accord[index]))
             standing, identities = self._observe(
-                client, refusals[index], value, relative, float(evidence.norm_ratio[index])
+                client,
+                refusals[index],
+                value,
+                relative,
+                float(evidence.norm_ratio[index]),
+                float(unsteady[index]),
             )
             if is_blind:
                 standing = self._blind_standing(client)
@@ -285,13 +291,19 @@ class Contribution:
                 self._reputations.link([client, copy.client])
 
     def _observe(
-        self, client: str, refusal: Refusal | None, value: float, relative: float, ratio: float
+        self,
+        client: str,
+        refusal: Refusal | None,
+        value: float,
+        relative: float,
+        ratio: float,
+        unsteady: float,
     ) -> tuple[float, int]:
         """Record a client's round; return its reputation and how many identities it has."""
         identities = self._reputations.identities(client)
         suspicion, outcome = 1.0, 0.0
         if refusal is None:
-            suspicion = _suspicion(ratio, identities, is_good=value > 0)
+            suspicion = max(unsteady, _suspicion(ratio, identities, is_good=value > 0))
             outcome = 0.5 + 0.5 * relative
         self._reputations.observe(client, outcome=outcome, suspicion=suspicion, value=relative)
         return self._reputations.of(client), identities

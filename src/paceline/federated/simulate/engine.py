@@ -168,7 +168,7 @@ class FederationSimulation:
             controller,
             self._classifier.initial(make_generator(seed, "model")),
             self._sizes,
-            remembers=strategy.remembers,
+            strategy=strategy,
             evaluate=self._evaluate,
             pay=pay,
         )

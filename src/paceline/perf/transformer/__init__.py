@@ -6,13 +6,13 @@ the Estimate. `fit_efficiency` corrects a machine by measured steps.
 
 from paceline.perf.transformer.architecture import Architecture
 from paceline.perf.transformer.configurations import read_architecture
-from paceline.perf.transformer.fitting import MeasuredStep, fit_efficiency, with_efficiency
+from paceline.perf.transformer.fitting import TimedStep, fit_efficiency, with_efficiency
 from paceline.perf.transformer.prediction import Risks, estimate_transformer
 
 __all__ = [
     "Architecture",
-    "MeasuredStep",
     "Risks",
+    "TimedStep",
     "estimate_transformer",
     "fit_efficiency",
     "read_architecture",

@@ -43,7 +43,7 @@ _LIMITS = {name: math.log(0.97) for name in FIGURES if name not in ("layer_s", "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredStep:
+class TimedStep:
     """A step that somebody measured.
 
     Attributes:
@@ -62,7 +62,7 @@ class MeasuredStep:
 
 
 def fit_efficiency(
-    machine: Machine, steps: Sequence[MeasuredStep], prior: Efficiency | None = None
+    machine: Machine, steps: Sequence[TimedStep], prior: Efficiency | None = None
 ) -> Efficiency:
     """Return the machine's efficiency, fitted to measured steps.
 
@@ -168,7 +168,7 @@ def _width(quantity: Quantity) -> float:
 
 
 def informative(
-    machine: Machine, steps: Sequence[MeasuredStep], count: int, prior: Efficiency | None = None
+    machine: Machine, steps: Sequence[TimedStep], count: int, prior: Efficiency | None = None
 ) -> tuple[int, ...]:
     """Return the indices of the `count` steps that would tell most about all of them.
 
@@ -217,7 +217,7 @@ def _limits() -> NDArray[np.float64]:
 
 
 def _errors(
-    machine: Machine, steps: Sequence[MeasuredStep], place: NDArray[np.float64]
+    machine: Machine, steps: Sequence[TimedStep], place: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return each step's logarithm of predicted over measured, in expected errors."""
     efficiency = _efficiency(place, np.zeros(len(FIGURES)), 0)
@@ -231,7 +231,7 @@ def _errors(
 
 def _slopes(
     machine: Machine,
-    steps: Sequence[MeasuredStep],
+    steps: Sequence[TimedStep],
     place: NDArray[np.float64],
     errors: NDArray[np.float64],
 ) -> NDArray[np.float64]:

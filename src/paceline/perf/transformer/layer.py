@@ -203,8 +203,8 @@ def _divided_traffic(model: Architecture) -> tuple[float, float]:
 
     The activation reads and writes its width (4), in the backward pass it reads gradient and input
     and writes (6). A gated one multiplies by a second projection (6), and its gradient (10). The
-    heads' outputs are joined (4); kernels read q, k and v where the product wrote them. Rotary positions
-    widen q and k, multiply and narrow them (20).
+    heads' outputs are joined (4); kernels read q, k and v where the product wrote them. Rotary
+    positions widen q and k, multiply and narrow them (20).
     """
     heads = 4 * model.hidden
     if model.rotary:

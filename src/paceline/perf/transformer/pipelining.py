@@ -11,8 +11,9 @@ A property test pins the extension to the replay: within 2 % with one stage per 
 interleaved ones, within rounding where all stages are equal. Then the closed form is (m v + p - 1)
 (f + b) with v stages per rank.
 
-A message between ranks makes a pass longer where all boundaries are alike; where some are inside of
-a node and others are not, messages are replayed beside compute.
+Messages move while ranks compute. With one stage per rank and boundaries that are all alike they
+make each pass longer, see `StagePasses.with_messages`; else they are replayed: interleaved ranks
+have more microbatches on their way, which hides short messages.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from paceline.core.plan import Plan
     from paceline.schedules.pipeline import PipelineSchedule
 
-_MOST_ACTIONS = 1000  # replayed in about 5 ms
+_MOST_ACTIONS = 600  # replayed in about 3 ms
 _SMALL = 4  # ranks from which large pipelines are extended
 _ROUNDS = 3  # microbatches per rank at which the pipeline is full
 
@@ -79,12 +80,13 @@ class StagePasses:
             tuple(seconds + more_s for seconds in self.backward_s),
         )
 
-    def shortened(self, stages: int) -> StagePasses:
-        """Return the times of a model with fewer inner stages."""
-        inner = stages - 1
+    def shortened(self, ranks: int, chunks: int) -> StagePasses:
+        """Return the times of a model with fewer inner stages, on `ranks` with `chunks` each."""
+        inner = ranks * chunks - 1
         return StagePasses(
             self.forward_s[:inner] + self.forward_s[-1:],
             self.backward_s[:inner] + self.backward_s[-1:],
+            self.messages_s[: ranks - 1],
         )
 
 
@@ -100,7 +102,8 @@ def batch_s(plan: Plan, passes: StagePasses, microbatches: int) -> float:
     ranks = plan.mesh.pipeline
     if ranks == 1:
         return microbatches * (sum(passes.forward_s) + sum(passes.backward_s))
-    times = passes.with_messages() if passes.is_uniform else passes
+    folds = passes.is_uniform and plan.stages_per_rank == 1
+    times = passes.with_messages() if folds else passes
     if 2 * microbatches * len(times.forward_s) <= _MOST_ACTIONS:
         return replayed_s(plan, times, ranks, microbatches)
     if not times.is_uniform or not times.is_regular or ranks <= _SMALL:
@@ -126,7 +129,7 @@ def _topology(messages_s: tuple[float, ...]) -> Topology | None:
     fast_s, slow_s = min(messages_s), max(messages_s)
     hosts: list[list[int]] = [[0]]
     for rank, seconds in enumerate(messages_s):
-        if seconds > (fast_s + slow_s) / 2:
+        if seconds >= (fast_s + slow_s) / 2:
             hosts.append([])
         hosts[-1].append(rank + 1)
     return Topology(
@@ -159,7 +162,7 @@ def _more_microbatches(plan: Plan, times: StagePasses, microbatches: int) -> flo
 
 def _extended(plan: Plan, times: StagePasses, microbatches: int) -> float:
     chunks, few = plan.stages_per_rank, _ROUNDS * _SMALL
-    small, larger = (times.shortened(ranks * chunks) for ranks in (_SMALL, _SMALL + 1))
+    small, larger = (times.shortened(ranks, chunks) for ranks in (_SMALL, _SMALL + 1))
     base_s = replayed_s(plan, small, _SMALL, few)
     per_microbatch_s = (replayed_s(plan, small, _SMALL, few + _SMALL) - base_s) / _SMALL
     more = _ROUNDS * (_SMALL + 1)
@@ -186,7 +189,7 @@ def live_layers(plan: Plan, stage_layers: tuple[int, ...], microbatches: int) ->
     if plan.schedule == "fill_drain" and plan.stages_per_rank == 1:
         return tuple(layers * microbatches for layers in stage_layers)
     few = min(microbatches, 2 * ranks)
-    if 2 * few * len(stage_layers) <= 4 * _MOST_ACTIONS:
+    if 2 * few * len(stage_layers) <= _MOST_ACTIONS:
         return peak_activation_bytes(make_schedule(plan, ranks, few), stage_layers)
     if plan.stages_per_rank == 1 and plan.schedule == "zero_bubble":
         return tuple(layers * min(few, ranks) for layers in stage_layers)

@@ -3,7 +3,8 @@
 A product of M x K by K x N takes ``FLOPs / (peak x matmul) + bytes / (memory bandwidth x
 bandwidth)``: the second term is what makes small and thin products slow. Both are added, not the
 larger taken, since a kernel's loads and stores at its ends overlap with nothing. Dimensions that do
-not fit tiles (of 64 elements, of heads 32) cost the factor `Efficiency.unaligned`. Other operators move bytes.
+not fit tiles (of 64 elements, of heads 32) cost the factor `Efficiency.unaligned`. Other operators
+move bytes. A pass is no shorter than the host takes to start its kernels.
 """
 
 from __future__ import annotations

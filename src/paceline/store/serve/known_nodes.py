@@ -8,6 +8,7 @@ a part of them; what is not in them is asked for over the node's link.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -113,11 +114,11 @@ class KnownNodes:
             lost = set(self._links) - set(self._members.live())
             return {name: why for name, why in self._why_lost.items() if name in lost}
 
-    def refresh(self) -> None:
-        """Ask for cards where it is due; wait only for nodes that were never asked."""
+    def refresh(self, wait_s: float = _ASK_S) -> None:
+        """Ask for cards where it is due; wait, so long, only for nodes that were never asked."""
         if self._process != os.getpid():  # forked: without the threads, and a lock may be taken
             self._process, self._lock, self._threads = os.getpid(), threading.Lock(), None
-        while self._ask_due():
+        while self._ask_due(wait_s):
             pass  # some node may have named another one
 
     def holders(self, shard: int) -> list[str]:
@@ -164,7 +165,8 @@ class KnownNodes:
 
         Args:
             shards: that no node is known to hold.
-            at_once: ask though it was done a moment ago.
+            at_once: ask though it was done a moment ago, and wait for answers as long as for a
+                read: there is nothing else to read from.
         """
         now_s = self._clock.now_s()
         with self._lock:
@@ -176,9 +178,11 @@ class KnownNodes:
             self._sought_s.update(dict.fromkeys(due, now_s))
             lost = {name for name in self._links if self._is_lost(name)} if due else set()
             owners = {name for shard in due for name in self._members.owners(shard)}
-        for future in self._submit(self._ask, sorted(lost | owners)):
+        wait_s = self._wait_s if at_once else _ASK_S
+        ask = functools.partial(self._ask, wait_s=wait_s)
+        for future in self._submit(ask, sorted(lost | owners)):
             future.result()
-        self.refresh()  # asks the nodes that these have named
+        self.refresh(wait_s)  # asks the nodes that these have named
         found = {}
         for shard in due:
             node = next(iter(self.holders(shard)), None) or self._ask_owners(shard)
@@ -252,7 +256,7 @@ class KnownNodes:
         self.count(mapped=int(plan.stored_lengths[outcomes == GOOD].sum()))
         return outcomes
 
-    def _ask_due(self) -> bool:
+    def _ask_due(self, wait_s: float) -> bool:
         """Ask the nodes that it is due to ask; return whether there were any that are new."""
         with self._lock:
             is_complete = len(self._asked_s) >= len(self._links) and not self._has_missed
@@ -268,15 +272,16 @@ class KnownNodes:
             new = [name for name in due if name not in self._asked_s]
             self._has_missed = self._has_missed and not due
             self._asked_s.update(dict.fromkeys(due, now_s))
-        asked = dict(zip(due, self._submit(self._ask, due), strict=True))
+        ask = functools.partial(self._ask, wait_s=wait_s)
+        asked = dict(zip(due, self._submit(ask, due), strict=True))
         for name in new:
             asked[name].result()
         return bool(new)
 
-    def _ask(self, name: str) -> None:
+    def _ask(self, name: str, wait_s: float = _ASK_S) -> None:
         """Ask a node what it holds."""
         try:
-            card = self._links[name].card(min(_ASK_S, self._wait_s))
+            card = self._links[name].card(min(wait_s, self._wait_s))
         except RankLost as problem:
             self.note_lost(name, problem)
             return

@@ -178,6 +178,7 @@ class StoreNode:
         self._asked: set[int] = set()  # shards that readers here want
         self._refused: set[str] = set()  # peers that refuse this node
         self._stop = threading.Event()
+        self._problem: Exception | None = None  # that ended the thread
         self._askers = ThreadPoolExecutor(_ASKED_AT_ONCE, "paceline-ask")
         self._beats: threading.Thread | None = None
         self.join(map(str, options.peers))
@@ -196,7 +197,7 @@ class StoreNode:
 
     def start(self) -> None:
         """Begin to stage and to follow the peers, in a thread."""
-        self._beats = threading.Thread(target=self._beat_on, name="paceline-node", daemon=True)
+        self._beats = threading.Thread(target=self._follow, name="paceline-node", daemon=True)
         self._beats.start()
 
     @property
@@ -225,8 +226,15 @@ class StoreNode:
         self._collect()
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether the node was closed within this time."""
-        return self._clock.wait(self._stop, timeout_s)
+        """Return whether the node was closed within this time.
+
+        Raises:
+            Exception: what ended the thread that follows the peers; the node is of no use then.
+        """
+        is_closed = self._clock.wait(self._stop, timeout_s)
+        if self._problem is not None:
+            raise self._problem
+        return is_closed
 
     def stats(self) -> PeerStats:
         """Return what was served so far."""
@@ -330,6 +338,14 @@ class StoreNode:
             self.join([str(NodeAddress.parse(caller.decode()))])
         except ValueError as problem:  # no text, or no address
             _LOG.warning("a node that asked for the card has no address: %s", problem)
+
+    def _follow(self) -> None:
+        try:
+            self._beat_on()
+        except Exception as problem:  # noqa: BLE001  # `wait` raises it
+            _LOG.exception("it follows its peers no longer")
+            self._problem = problem
+            self._stop.set()
 
     def _beat_on(self) -> None:
         due_s = self._clock.now_s()

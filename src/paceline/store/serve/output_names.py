@@ -41,7 +41,7 @@ class NameChange:
         mode: of a file or new folder; of a rename, not 0 if it replaces nothing.
     """
 
-    kind: Literal["publish", "unlink", "rename", "mkdir", "rmdir"]
+    kind: Literal["publish", "attributes", "unlink", "rename", "mkdir", "rmdir"]
     path: str
     to: str = ""
     node: int = 0
@@ -132,9 +132,22 @@ class OutputNames:
         Raises:
             OSError: it is not there.
         """
-        found = self.hidden(path).lstat()
+        return self._describe("publish", path, self.hidden(path))
+
+    def attributes(self, path: str) -> NameChange:
+        """Return the change that tells other nodes the mode and time of a file that is here.
+
+        Raises:
+            OSError: it is not there.
+        """
+        return self._describe("attributes", path, self._tree / path)
+
+    def _describe(
+        self, kind: Literal["publish", "attributes"], path: str, place: Path
+    ) -> NameChange:
+        found = place.lstat()
         return NameChange(
-            kind="publish",
+            kind=kind,
             path=path,
             node=self._node,
             identity=f"{found.st_ino}-{found.st_mtime_ns}",
@@ -186,6 +199,8 @@ class OutputNames:
         path = self._tree / change.path
         if change.kind == "publish":
             self._publish(path, change)
+        elif change.kind == "attributes":
+            self._set_attributes(path, change)
         elif change.kind == "unlink":
             before = self._copy(path)
             path.unlink()
@@ -213,6 +228,12 @@ class OutputNames:
             if before == copy:  # the same change once more, after a server was killed
                 return
         self._forget(before)
+
+    def _set_attributes(self, path: Path, change: NameChange) -> None:
+        copy = self._copy(path)
+        if copy is not None and copy.name.startswith(f"{change.node}-"):
+            copy.chmod(change.mode)
+            os.utime(copy, ns=(change.mtime_ns, change.mtime_ns))
 
     def _rename(self, path: Path, to: Path) -> None:
         before = None if _same_file(path, to) else self._copy(to)

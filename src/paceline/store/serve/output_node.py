@@ -148,6 +148,9 @@ class OutputNode:
             return self._publish(path, is_again=is_again)
         if do in ("claim", "release"):
             return self._ask_leader({"do": do, "node": self._number, "path": path})
+        if do == "attributes":  # of a file of another node, they are this node's alone
+            is_here = self.names.is_published_here(path)
+            return self._ask_for(self.names.attributes(path)) if is_here else 0
         if do == "mkdir":
             change = NameChange(kind="mkdir", path=path, mode=int(more[0]))
             return self._ask_for(change, is_again=is_again, done=errno.EEXIST)

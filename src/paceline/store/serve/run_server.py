@@ -176,6 +176,7 @@ def _serve(spec: ServerSpec, requests: RangeRequests, stop: int) -> None:
         while not select.select([stop], [], [], _BEAT_S)[0]:
             service.beat()
             node.note_load()
+            node.wait(0.0)
         service.close()
         node.note_load()
 

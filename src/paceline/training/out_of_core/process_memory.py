@@ -139,9 +139,8 @@ class Allocator:
         self._pool = redirect_allocations(_TORCH_LIBRARY)
         # The most that the process had beside the pool, in this step and in the one before.
         self._others_bytes = self._others_before_bytes = 0
-        # The most that it had for a while within an interval: in the recorded step, and now.
-        self._passing_bytes = self._passing_now_bytes = 0
-        self._others_at_begin = 0  # of the interval
+        # Of the recorded step: the most that it had at events, and at any time; and the difference.
+        self._at_events_bytes = self._between_bytes = self._passing_bytes = 0
 
     @property
     def is_pooled(self) -> bool:
@@ -169,7 +168,7 @@ class Allocator:
     def keep_nothing(self) -> None:
         """Give every large block back when it is freed."""
         self._others_bytes = self._others_before_bytes = 0
-        self._passing_bytes = self._passing_now_bytes = 0
+        self._at_events_bytes = self._between_bytes = self._passing_bytes = 0
         if self._pool is not None:
             self._pool.set_cap(0)
 
@@ -177,16 +176,18 @@ class Allocator:
         """Begin an interval that is recorded: the pool keeps nothing meanwhile."""
         if self._pool is not None:
             self._pool.restart_peak()
-            self._others_at_begin = now_bytes() - self.counts().resident_bytes
+            others = now_bytes() - self.counts().resident_bytes
+            self._at_events_bytes = max(self._at_events_bytes, others)
 
     def end_interval(self, peak_bytes: Callable[[], int]) -> None:
-        """Note what the process took for a while, beside the pool and what it had before.
+        """Note the most that the process had beside the pool in a recorded interval.
 
-        An operator's own workspace is gone at the next event, where `keep_within` looks.
+        An operator's own workspace is gone at the next event, where `keep_within` looks. A block
+        without pages makes it look smaller, as there: the most of all intervals counts.
         """
         if self._pool is not None:
-            beside = peak_bytes() - self.counts().peak_used_bytes
-            self._passing_now_bytes = max(self._passing_now_bytes, beside - self._others_at_begin)
+            others = peak_bytes() - self.counts().peak_used_bytes
+            self._between_bytes = max(self._between_bytes, others)
 
     def end_step(self) -> int:
         """Return the most bytes that were in use in the step; 0 where that is not known.
@@ -196,8 +197,9 @@ class Allocator:
         """
         others = max(self._others_bytes, self._others_before_bytes)
         self._others_before_bytes, self._others_bytes = self._others_bytes, 0
-        self._passing_bytes = self._passing_now_bytes or self._passing_bytes
-        self._passing_now_bytes = 0
+        if self._between_bytes:  # it was recorded
+            self._passing_bytes = max(self._between_bytes - self._at_events_bytes, 0)
+            self._at_events_bytes = self._between_bytes = 0
         if self._pool is None:
             return 0
         peak = self.counts().peak_used_bytes

@@ -182,8 +182,14 @@ def check_options(options: TrainingOptions) -> None:
         "engine": options.engine not in (None, "allreduce", "ddp", "fsdp2"),
         "compression": options.compression is not None,
         "scaling": options.scaling is not None,
-        "tensor_parallel": options.tensor_parallel is not None,
     }
+    if options.tensor_parallel is not None:
+        raise UsageError(
+            "a model is divided into stages or by tensor_parallel, not by both",
+            where=f"prepare(tensor_parallel={options.tensor_parallel!r}, partitions=...)",
+            fix="Leave out tensor_parallel; or leave out partitions, and give "
+            "tensor_parallel_ranks=T for groups of ranks that are data-parallel",
+        )
     if options.stages_per_rank is not None and options.schedule != "interleaved":
         raise UsageError(
             "stages_per_rank has no effect on this schedule",
