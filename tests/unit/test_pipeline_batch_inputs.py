@@ -1,5 +1,6 @@
 """Which inputs are divided into microbatches, where their sizes do not tell."""
 
+import logging
 import sys
 from pathlib import Path
 
@@ -24,6 +25,15 @@ def whole(model, inputs):
 def test_a_mask_and_places_are_whole_whatever_the_number_of_samples(samples):
     inputs = pipeline_models.masked_inputs(samples, 5)
     assert whole(pipeline_models.Masked(), inputs) == {"mask", "places"}
+
+
+def test_torch_says_nothing_of_the_runs_that_do_not_fit(monkeypatch):
+    said = []
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler()])
+    monkeypatch.setattr(logger.handlers[0], "emit", said.append)
+    whole(pipeline_models.Masked(), pipeline_models.masked_inputs(5, 5))
+    assert not said
 
 
 def test_inputs_that_all_have_the_samples_are_divided():

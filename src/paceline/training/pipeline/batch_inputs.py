@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from paceline.training.pipeline.computing import unchanged_buffers
-from paceline.training.pipeline.exported import named_arguments
+from paceline.training.pipeline.exported import named_arguments, quiet
 from paceline.training.pipeline.graph import bind_inputs
 from paceline.training.pipeline.microbatches import path_of
 
@@ -72,6 +72,7 @@ def _runs(captured: CapturedGraph, arguments: dict[str, Any], divided: frozenset
     try:
         # A buffer that meets no tensor without memory is changed for real.
         with (
+            quiet(),
             unchanged_buffers(module),
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
             torch.no_grad(),

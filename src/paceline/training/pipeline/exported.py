@@ -46,7 +46,10 @@ if TYPE_CHECKING:
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _PREFIX = "model."
 _AUTO = torch.export.Dim.AUTO
-_LOGGERS = ("torch.export", "torch.fx.experimental.symbolic_shapes")
+_LOGGERS = (
+    *("torch.export", "torch.fx.experimental.symbolic_shapes"),
+    "torch._subclasses.fake_tensor",
+)
 # As the functions of torch, so that a schedule can defer the gradients of their weights.
 _FUNCTIONS = {
     torch.ops.aten.linear.default: nn.functional.linear,
@@ -271,15 +274,15 @@ def _exported(
 ) -> _Operators:
     dims = tuple({dim: _AUTO for dim in range(free(x)) if x.shape[dim] > 1} for x in tensors)
     # Otherwise a free size is taken for 2 or more, and what a model asks of a 1 is not noted.
-    with _quiet(), _export_config.patch(backed_size_oblivious=not from_two):
+    with quiet(), _export_config.patch(backed_size_oblivious=not from_two):
         program = torch.export.export(flat, tensors, dynamic_shapes=(dims,))
         guards = list(guards_of(program, names, from_two=from_two))
         return _Operators(program.module(check_guards=False), guards)
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch from saying what concerns those who write exported graphs to files.
+def quiet() -> Iterator[None]:
+    """Keep torch from saying why an operator does not run without memory, or cannot be exported.
 
     For a model that asks for values it prints its graph to stderr, up to there.
     """
