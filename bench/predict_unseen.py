@@ -9,10 +9,11 @@ measured step and from the probe's rates of operator classes, and trained right 
 
 Of each row: step time; peak memory of a process; the bytes that a rank sends per step, as a
 recorded run counts them; exposed communication, the difference between steps that reduce gradients
-and steps in `no_sync`, which alternate. Rows beside which other processes used more than 0.25 cores
-are marked and reported apart: bars are of the others. Rows are printed as they are done, and kept:
-``--resume`` goes on after them, with the machine that was probed first. ``operators_alone_s``
-is the prediction without the residual of whole steps: what the operators' times alone come to.
+and steps in `no_sync`, in blocks that alternate. Rows beside which other processes used more than
+0.25 cores are marked and reported apart: bars are of the others. Rows are printed as they are done,
+and kept: ``--resume`` goes on after them, with the machine that was probed first.
+``operators_alone_s`` is the prediction without the residual of whole steps: what the operators'
+times alone come to.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python bench/unseen_ranks.py MODEL RANK RANKS THREADS STORE SECONDS
 
-Steps that reduce gradients alternate with steps in `no_sync`: the difference is the communication
-that is exposed. Under ``paceline run`` (without RANK and STORE: ``MODEL RANKS THREADS``) it makes a
-few steps, all of which reduce gradients.
+Blocks of steps that reduce gradients alternate with blocks of steps in `no_sync`: the difference is
+the communication that is exposed. The first step of a block does not count: DDP broadcasts buffers
+before the step after one that reduced. Under ``paceline run`` (``MODEL RANKS THREADS`` alone) it
+makes a few steps, all of which reduce gradients.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ import unseen_models
 from torch.nn.parallel import DistributedDataParallel
 
 WARM, LEAST, MOST, RECORDED = 6, 10, 2000, 8
+BLOCK = 6
 FIELDS = ("module", "inputs", "target", "loss_fn", "optimizer")
 
 
@@ -62,19 +64,23 @@ class Training:
 
 def timed(training, seconds):
     """Return the seconds of steps that reduce gradients, and of those that do not."""
-    steps, alone, count = [], [], None
-    while count is None or len(steps) < count + WARM:
-        steps.append(training.run(reduces=True))
-        if training.ranks > 1:
+    warm = [training.run(reduces=True) for _ in range(WARM)]
+    each = torch.tensor(sorted(warm)[WARM // 2])
+    if training.ranks > 1:
+        dist.all_reduce(each, dist.ReduceOp.MAX)
+    count = max(LEAST, min(MOST, int(seconds / each.item())))
+    if training.ranks == 1:
+        return [training.run(reduces=True) for _ in range(count)], []
+    steps, alone = [], []
+    while len(steps) < count:
+        dist.barrier()
+        steps += [training.run(reduces=True) for _ in range(BLOCK)][1:]
+        block = []
+        for _ in range(BLOCK):
             dist.barrier()
-            alone.append(training.run(reduces=False))
-            dist.barrier()
-        if len(steps) == WARM:
-            each = torch.tensor(sorted(steps)[WARM // 2])
-            if training.ranks > 1:
-                dist.all_reduce(each, dist.ReduceOp.MAX)
-            count = max(LEAST, min(MOST, int(seconds / each.item())))
-    return steps[WARM:], alone[WARM:]
+            block.append(training.run(reduces=False))
+        alone += block[1:]
+    return steps, alone
 
 
 def measure(name, rank, ranks, threads, store, seconds):

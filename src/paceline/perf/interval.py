@@ -3,7 +3,8 @@
 It grows with what the prediction rests on::
 
     measured steps     the spread of the medians of blocks of whole steps, and RUN_SPREAD
-    operator classes   CLASS_SPREAD of each class's seconds, independent of each other
+    operator classes   CLASS_SPREAD of each class's seconds, independent of each other, and
+                       COMMON_SPREAD of all of them
     communication      the spread of the probe's rounds, and COMMUNICATION_SPREAD; an
                        extrapolation in ranks or hosts adds to it
     foreign work       other processes that used cores while it was measured, upwards and downwards
@@ -34,12 +35,17 @@ RUN_SPREAD = 0.07
 CLASS_SPREAD = {
     "matmul": 0.35,
     "convolution": 0.5,
+    "convolution_1d": 0.5,
+    "depthwise": 0.5,
+    "transposed": 0.5,
     "attention": 0.5,
     "recurrent": 0.5,
     "elementwise": 0.5,
     "view": 0.4,
 }
 OTHER_SPREAD = 0.6
+# What operators of a step have in common (Python, what is in the cache) moves all one way:
+COMMON_SPREAD = 0.3
 COMMUNICATION_SPREAD = 0.3
 EXTRAPOLATED_SPREAD = 0.5  # per doubling of ranks, or of hosts, beyond those that were measured
 FOREIGN_SPREAD = 0.5  # of a step, per foreign core that a measurement had beside it
@@ -103,7 +109,8 @@ def class_spreads_s(workload: Workload, costs: CostModel) -> float:
         for operator, cost_s in costs.layer(layer.operations).classes.items():
             seconds[operator] = seconds.get(operator, 0.0) + cost_s
     return math.hypot(
-        *(CLASS_SPREAD.get(name, OTHER_SPREAD) * total for name, total in seconds.items()), 0.0
+        COMMON_SPREAD * sum(seconds.values()),
+        *(CLASS_SPREAD.get(name, OTHER_SPREAD) * total for name, total in seconds.items()),
     )
 
 

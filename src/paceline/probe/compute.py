@@ -8,6 +8,7 @@ all rounds first, then that of each round alone: each result has the same shape,
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 import time
 from collections.abc import Callable
@@ -18,10 +19,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.core.machine import FrameworkOverhead, Overhead, Point, Rate
+from paceline.core.machine import Device, FrameworkOverhead, Overhead, Point, Quantity, Rate
+from paceline.perf.costs import CostModel
 from paceline.probe.figures import probed, typical_by_round
 from paceline.probe.kernels import (
     Kernel,
+    convolutional_part,
+    networks,
     operations_of,
     rate_kernels,
     time_calls,
@@ -340,19 +344,81 @@ def _fused(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def _update_s(
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], count: int, effort: Effort
 ) -> Figure:
-    """Return seconds of an update that comes, as in training, when other data fill the caches."""
+    """Return seconds of an update that comes, as in training, when the caches hold others' data.
+
+    So they do of code: a pass through other operators comes before each update.
+    """
     parameters = [nn.Parameter(torch.zeros(8, 8)) for _ in range(count)]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer = make(parameters)
-    other = torch.zeros(4 << 20)
+    other, network = torch.zeros(4 << 20), convolutional_part()
     samples = []
     for _ in range(4 * effort.rounds + 2):
         other.add_(1.0)
+        network(torch.ones(2, 3, 16, 16)).sum().backward()
         begin = time.perf_counter()
         optimizer.step()
         samples.append(time.perf_counter() - begin)
     return np.asarray(typical_by_round(samples[2:]))
+
+
+def in_company(
+    effort: Effort, rates: list[Rate], overheads: list[Overhead], *, threads: int, processes: int
+) -> list[Rate]:
+    """Return rates as operators reach them in a whole step, not in a chain of their like.
+
+    Chains of equal operators find code and data in the caches. In a step each operator follows
+    another one, called from other modules. So the steps of two small networks are timed, one of
+    convolutions and one of the other classes: what they take beyond the overheads of their
+    operators, over the work's predicted time, is the factor by which rates fall.
+    """
+    device = Device(
+        name="",
+        kind="cpu",
+        cores=threads,
+        memory_bytes=Quantity(value=1.0, source="datasheet"),
+        rates=tuple(rates),
+        overheads=tuple(overheads),
+    )
+    model = CostModel(
+        device, threads=threads, processes=processes, step_bytes=0.0, precision="float32"
+    )
+    slower: dict[tuple[bool, str], float] = {}
+    kernels = networks()
+    rounds = _time_rounds("steps", [(kernel, SHORT) for kernel in kernels], effort)
+    for kernel, times in zip(kernels, rounds, strict=True):
+        for phase in PHASES:
+            own = [
+                (model.cost(operation), operation.count)
+                for operation in operations_of(kernel)
+                if operation.phase == phase
+            ]
+            overhead_s = sum(cost.overhead_s * count for cost, count in own)
+            work_s = sum((cost.total_s - cost.overhead_s) * count for cost, count in own)
+            factor = (float(times[phase][0]) - overhead_s) / max(work_s, 1e-9)
+            is_image = kernel.operator == "convolution"
+            slower[is_image, phase] = min(MOST_SLOWER, max(1.0, factor))
+    return [
+        _slowed(rate, slower.get((rate.operator in _OF_IMAGES, rate.phase), 1.0)) for rate in rates
+    ]
+
+
+MOST_SLOWER = 1.5  # beyond, something disturbed the steps
+_OF_IMAGES = (*CONVOLUTIONS, "batch_norm", "group_norm", "pooling", "upsampling")
+
+
+def _slowed(rate: Rate, factor: float) -> Rate:
+    points = tuple(
+        dataclasses.replace(
+            point,
+            rate_per_s=point.rate_per_s / factor,
+            low_per_s=None if point.low_per_s is None else point.low_per_s / factor,
+            high_per_s=None if point.high_per_s is None else point.high_per_s / factor,
+        )
+        for point in rate.points
+    )
+    return dataclasses.replace(rate, points=points)
 
 
 def measure_memory(effort: Effort) -> MemoryRates:

@@ -102,6 +102,50 @@ class Transpose(nn.Module):  # type: ignore[misc]  # torch is not typed for us
         return x.t()
 
 
+class TransformerPart(nn.Module):  # type: ignore[misc]  # torch is not typed for us
+    """A layer of a transformer, its attention and its feed-forward block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x_BTW: torch.Tensor) -> torch.Tensor:  # noqa: N803  # shape letters
+        """Return the layer's output."""
+        batch, length, width = x_BTW.shape
+        query, key, value = (
+            part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
+            for part in self.qkv(self.norm1(x_BTW)).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value)
+        x_BTW = x_BTW + self.out(mixed.transpose(1, 2).reshape(batch, length, width))  # noqa: N806
+        return x_BTW + self.down(F.gelu(self.up(self.norm2(x_BTW))))
+
+
+def convolutional_part() -> nn.Module:
+    """Return a few layers of a network for images of 3 channels."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
+        *(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
+    )
+
+
+@functools.cache
+def networks() -> list[Kernel]:
+    """Return small networks of operators of several classes, named by the most costly one."""
+
+    def transformer() -> nn.Module:
+        return nn.Sequential(*(TransformerPart(80, 4) for _ in range(4)))
+
+    return [
+        Kernel(operator="matmul", layer=transformer, shape=(8, 40, 80)),
+        Kernel(operator="convolution", layer=convolutional_part, shape=(8, 3, 24, 24)),
+    ]
+
+
 def _linear(width: int) -> Callable[[], nn.Module]:
     return lambda: nn.Linear(width, width)
 

@@ -26,6 +26,7 @@ from paceline.probe.collectives import (
 from paceline.probe.compute import (
     Effort,
     framework_records,
+    in_company,
     measure_memory,
     measure_optimizer,
     measure_overheads,
@@ -60,13 +61,16 @@ def _measure_compute(
     synchronize()
     costs.update(parts.measure("optimizer", lambda: measure_optimizer(effort)))
     rates = measure_rates(costs, effort, threads=threads, processes=request.ranks)
+    overheads = overhead_records(costs, threads, request.ranks)
+    synchronize()
+    rates = in_company(effort, rates, overheads, threads=threads, processes=request.ranks)
     synchronize()
     memory = parts.measure("memory", lambda: measure_memory(effort))
     return ComputeMeasurement(
         threads=threads,
         processes=request.ranks,
         rates=tuple(rates),
-        overheads=tuple(overhead_records(costs, threads, request.ranks)),
+        overheads=tuple(overheads),
         framework_overheads=tuple(framework_records(costs, threads, request.ranks)),
         memory=memory,
         disturbed=parts.disturbances(_where(threads, request.ranks)),
