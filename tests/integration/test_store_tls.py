@@ -1,4 +1,4 @@
-"""Nodes and their clients over TLS: the same bytes, and no word to whoever has another key."""
+"""Nodes and their clients over TLS: the same bytes, and not a word without the right key."""
 
 import datetime
 import socket

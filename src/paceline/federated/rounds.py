@@ -171,7 +171,7 @@ class RoundController:
 
     @property
     def typical_loss(self) -> float:
-        """Median of the losses that clients told last; nan before any."""
+        """Median of the losses that clients reported last; nan before any."""
         known = self._loss[np.isfinite(self._loss)]
         return float(np.median(known)) if known.size else float("nan")
 
