@@ -17,6 +17,7 @@ if (folder / "last.pt").exists():
     model.load_state_dict(state["model"])
     begin = state["step"]
 print(dist.get_rank(), "from step", begin, flush=True)
+dist.barrier()  # no rank writes before each has looked for what to resume from
 for step in range(begin + 1, begin + 5):
     if dist.get_rank() == 0:
         torch.save({"model": model.state_dict(), "step": step}, folder / "new.pt")
