@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +22,7 @@ SCRIPTS = Path(__file__).parent / "integration" / "scripts"
 EXAMPLES = Path(__file__).parent.parent / "examples"
 DEADLINE_S = 120
 MARK = "TEST_RUN_MARK"
+TWO_NODES = (("127.0.0.1", ()),) * 2  # on this host: an address of each, words before its command
 
 
 class Launched:
@@ -116,6 +119,31 @@ def _names(folder: str) -> set[str]:
 def paceline(folder: Path, *args, deadline_s: float = DEADLINE_S, **options) -> Launched:
     """Run the command line to its end."""
     return Launched(folder, *args, **options).wait(deadline_s)
+
+
+def free_endpoint(host: str = "127.0.0.1") -> str:
+    """Return an address for a rendezvous, at a port that is free on this host."""
+    # Not one that the system would give out: another test's connection may have it in the meantime.
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return f"{host}:{port}"
+
+
+def launch_nodes(folder: Path, hosts, *args, env=None) -> list[Launched]:
+    """Start a run with a launcher on each host, given as address and words to run there."""
+    endpoint = free_endpoint(hosts[0][0])
+    return [
+        Launched(
+            folder,
+            *("run", "--no-record", "--out", "RUN", "--nnodes", len(hosts)),
+            *("--node-rank", number, "--rdzv-endpoint", endpoint, *args),
+            prefix=prefix,
+            env=env,
+        )
+        for number, (_, prefix) in enumerate(hosts)
+    ]
 
 
 def await_true(condition, what: str, deadline_s: float = DEADLINE_S) -> None:

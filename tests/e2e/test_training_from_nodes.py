@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from launching import SCRIPTS, Launched, last_json, paceline
+from launching import SCRIPTS, Launched, free_endpoint, last_json, paceline
 from networks import network, require_networks
 
 from paceline import store
@@ -45,11 +45,12 @@ def test_training_from_the_nodes_is_training_from_the_plain_folder(images, tmp_p
     )
     assert plain.code == 0, plain.err
     with network(2) as hosts:
+        endpoint = free_endpoint(hosts[0][0])
         tasks = [
             Launched(
                 tmp_path,
                 *("run", "--out", "RUN", "--nnodes", 2, "--node-rank", number),
-                *("--rdzv-endpoint", f"{hosts[0][0]}:28402"),
+                *("--rdzv-endpoint", endpoint),
                 *("--data", f"{images / 'pack'}:/mnt/x", TRAIN, "/mnt/x", workers),
                 prefix=prefix,
                 env={"GLOO_SOCKET_IFNAME": "eth0"},

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launching import Launched, await_true, paceline
+from launching import TWO_NODES, Launched, await_true, free_endpoint, launch_nodes, paceline
 from networks import network, require_networks
 
 from paceline import store
@@ -64,21 +64,6 @@ def reports(run):
     return [json.loads(path.read_text()) for path in sorted((run / "data").iterdir())]
 
 
-def run_on(hosts, folder, *words, env=None):
-    """Start a run with a launcher on each host, given as address and words to run there."""
-    endpoint = f"{hosts[0][0]}:28400"
-    return [
-        Launched(
-            folder,
-            *("run", "--no-record", "--out", "RUN", "--nnodes", len(hosts)),
-            *("--node-rank", number, "--rdzv-endpoint", endpoint, *words),
-            prefix=prefix,
-            env=env,
-        )
-        for number, (_, prefix) in enumerate(hosts)
-    ]
-
-
 @pytest.mark.parametrize(("name", "tls"), [("pack", False), ("compressed", True)])
 def test_programs_on_two_hosts_see_the_whole_tree_wherever_files_lie(data, tmp_path, name, tls):
     require_networks()
@@ -86,7 +71,7 @@ def test_programs_on_two_hosts_see_the_whole_tree_wherever_files_lie(data, tmp_p
     encryption = ("--data-tls", "--data-token-file", tmp_path / "token") if tls else ()
     words = (*encryption, "--data", f"{data / name}:/mnt/x", "/bin/sh", "-c", COMPARE, "sh")
     with network(2) as hosts:
-        tasks = run_on(hosts, tmp_path, *words, "/mnt/x", data / "plain")
+        tasks = launch_nodes(tmp_path, hosts, *words, "/mnt/x", data / "plain")
         done = [task.wait() for task in tasks]
     assert [task.code for task in done] == [0, 0], done[0].err + done[1].err
     assert done[0].out == done[1].out != ""
@@ -184,8 +169,7 @@ def start_paused(data, tmp_path, *options):
     flags = tmp_path / "flags"
     flags.mkdir()
     words = (*options, script, "/mnt/x", data / "plain", flags)
-    local = [("127.0.0.1", []), ("127.0.0.1", [])]
-    tasks = run_on(local, tmp_path, *words)
+    tasks = launch_nodes(tmp_path, TWO_NODES, *words)
     await_true(lambda: len(list(flags.glob("ready*"))) == 2, "both programs to read")
     return tasks, flags
 
@@ -302,9 +286,9 @@ def test_misuse_is_told_before_the_start(data, words, code, said):
 
 
 def test_two_nodes_that_share_a_folder_are_misuse(data, tmp_path):
-    tasks = run_on(
-        [("127.0.0.1", []), ("127.0.0.1", [])],
+    tasks = launch_nodes(
         tmp_path,
+        TWO_NODES,
         *("--data", data / "pack", "--data-folder", tmp_path / "local", "/bin/true"),
         env={"PACELINE_RUN__RENDEZVOUS_TIMEOUT_S": "3"},
     )
@@ -356,12 +340,12 @@ def test_replicas_serve_what_a_killed_server_held(data, tmp_path):
     flags = tmp_path / "flags"
     flags.mkdir()
     options = ("--data", f"{data / 'pack'}:/mnt/x", "--data-replicas", 2)
-    local = ("--data-folder",)
+    endpoint = free_endpoint()
     tasks = [
         Launched(
             tmp_path,
             *("run", "--no-record", "--out", "RUN", "--nnodes", 3, "--node-rank", number),
-            *("--rdzv-endpoint", "127.0.0.1:28401", *options, *local, tmp_path / f"l{number}"),
+            *("--rdzv-endpoint", endpoint, *options, "--data-folder", tmp_path / f"l{number}"),
             *(script, "/mnt/x", data / "plain", flags),
         )
         for number in range(3)

@@ -1,12 +1,10 @@
 """Several nodes without Slurm or MPI: two launchers on this host, at an endpoint on loopback."""
 
-import contextlib
 import json
-import random
 import socket
 
 import pytest
-from launching import SCRIPTS, Launched, paceline
+from launching import SCRIPTS, Launched, free_endpoint, paceline
 
 from paceline.runs.folder import RunFolder
 
@@ -17,15 +15,6 @@ names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "
 # One write: under PYTHONUNBUFFERED print writes piece by piece, and ranks share a pipe.
 sys.stdout.write(" ".join(os.environ[name] for name in names) + "\\n")
 """
-
-
-def free_endpoint():
-    # Not one that the system would give out: another test's connection may have it in the meantime.
-    while True:
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return f"127.0.0.1:{port}"
 
 
 def nodes(folder, endpoint, *args, ranks=1, outs=("RUN", "RUN"), env=None):
@@ -102,6 +91,18 @@ def test_two_launchers_of_one_node_are_misuse(tmp_path):
     codes = {first.wait().code, second.wait().code}
     assert codes == {2, 5}, first.err + second.err
     assert "its own --node-rank" in first.err + second.err
+
+
+def test_an_endpoint_that_is_taken_is_named(tmp_path):
+    """Two runs of one machine at the same endpoint: the second says so, and does not wait."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        options = ("--nnodes", 2, "--node-rank", 0, "--rdzv-endpoint", f"127.0.0.1:{port}")
+        done = paceline(tmp_path, "run", *options, "--no-record", "--out", "RUN", TRAIN)
+    assert done.code == 2
+    assert f"port {port} of 127.0.0.1" in done.err
+    assert "Address already in use" in done.err
+    assert "a port that is free on node 0" in done.err
 
 
 @pytest.mark.parametrize(
