@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from launching import Launched, await_true, paceline
+from launching import TWO_NODES, Launched, await_true, launch_nodes, paceline
 from networks import network, require_networks
 
 from paceline import store
@@ -32,24 +32,23 @@ def run(folder, target, *words, options=(), **more):
     )
 
 
-def run_nodes(folder, target, *words, hosts=(("127.0.0.1", ()),) * 2, **more):
+def run_nodes(folder, target, *words, hosts=TWO_NODES, **more):
     """Run a program on nodes, with a launcher and local storage of its own on each."""
-    options = ("run", "--no-record", "--out", "RUN", "--output", f"{target}:{POINT}")
-    tasks = [
-        Launched(
-            folder,
-            *(*options, "--nnodes", len(hosts), "--node-rank", number),
-            *("--rdzv-endpoint", f"{hosts[0][0]}:28402", *words),
-            prefix=prefix,
-            **more,
-        )
-        for number, (_, prefix) in enumerate(hosts)
-    ]
+    tasks = launch_nodes(folder, hosts, "--output", f"{target}:{POINT}", *words, **more)
     done = [task.wait() for task in tasks]
     for task in done:
         assert task.running() == []
         assert list(task.temporary.glob("paceline-output-*")) == []
     return done
+
+
+def start_script(folder, text):
+    """Start a script on two nodes; return the launchers, a folder for its flags, and the target."""
+    flags, target, script = folder / "flags", folder / "shared", folder / "script.py"
+    flags.mkdir()
+    script.write_text(text)
+    output = ("--output", f"{target}:{POINT}")
+    return launch_nodes(folder, TWO_NODES, *output, script, POINT, flags), flags, target
 
 
 def on_rank(rank):
@@ -247,19 +246,7 @@ print(rank, "lost", lost, file=sys.stderr)
 @pytest.mark.parametrize("node", [0, 1])
 def test_servers_of_two_nodes_are_killed_and_go_on(tmp_path, node):
     """No write, rename or read fails, and all nodes have the same names in the end."""
-    flags, target = tmp_path / "flags", tmp_path / "shared"
-    flags.mkdir()
-    script = tmp_path / "writes.py"
-    script.write_text(WRITES)
-    options = ("run", "--no-record", "--out", "RUN", "--output", f"{target}:{POINT}")
-    tasks = [
-        Launched(
-            tmp_path,
-            *(*options, "--nnodes", 2, "--node-rank", number),
-            *("--rdzv-endpoint", "127.0.0.1:28403", script, POINT, flags),
-        )
-        for number in range(2)
-    ]
+    tasks, flags, target = start_script(tmp_path, WRITES)
     with tasks[0], tasks[1]:
         await_true(lambda: len(list(flags.iterdir())) == 2, "both programs to start")
         for count in (15, 30):
@@ -298,19 +285,7 @@ else:
 
 
 def test_what_a_lost_node_wrote_is_read_from_the_shared_folder(tmp_path):
-    flags, target = tmp_path / "flags", tmp_path / "shared"
-    flags.mkdir()
-    script = tmp_path / "lost.py"
-    script.write_text(LOST)
-    options = ("run", "--no-record", "--out", "RUN", "--output", f"{target}:{POINT}")
-    tasks = [
-        Launched(
-            tmp_path,
-            *(*options, "--nnodes", 2, "--node-rank", number),
-            *("--rdzv-endpoint", "127.0.0.1:28404", script, POINT, flags),
-        )
-        for number in range(2)
-    ]
+    tasks, flags, target = start_script(tmp_path, LOST)
     with tasks[0], tasks[1]:
         await_true((flags / "written").exists, "the program to write")
         await_true((target / "drained").exists, "the file to be drained")
