@@ -1,12 +1,14 @@
 """Requests of programs for bytes of shards: from the node, peers, or the source, in this order."""
 
 import contextlib
+import dataclasses
 import hashlib
 
 import numpy as np
 import pytest
 
 from paceline import store
+from paceline.core.clock import ManualClock
 from paceline.native import RangeRequests, ServedCount, served_counts
 from paceline.store.serve.card import NodeAddress
 from paceline.store.serve.node import NodeOptions
@@ -16,6 +18,7 @@ from paceline.store.serve.requests import (
     RequestService,
     SharingNode,
 )
+from paceline.studies.server_processes import free_ports
 
 LOOPBACK = NodeAddress(host="127.0.0.1", port=0)
 
@@ -33,14 +36,14 @@ def pack(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def two_nodes(pack, folder, **options):
+def two_nodes(pack, folder, *, listen=(LOOPBACK, LOOPBACK), **options):
     """Yield two nodes, whose beats are made by hand, and the requests of the first one."""
     memory = [RangeRequests.create(pack.shard_count, 4, 1 << 16, f"node{k}") for k in range(2)]
     nodes = []
     for number in range(2):
         peers = tuple(NodeAddress.parse(node.name) for node in nodes)
         made = NodeOptions(
-            listen=LOOPBACK, peers=peers, local=folder / f"{number}", wait_s=60, **options
+            listen=listen[number], peers=peers, local=folder / f"{number}", wait_s=60, **options
         )
         nodes.append(SharingNode(pack.path, made, memory[number]))
     nodes[0].join([nodes[1].name])
@@ -129,6 +132,35 @@ def test_a_server_that_takes_over_goes_on_counting(pack, tmp_path):
             assert counts[ServedCount.PEER_BYTES] == 1000 * count
             assert counts[ServedCount.SERVER_STARTS] == count
             assert counts[ServedCount.STAGED_SOURCE_BYTES] == staged
+
+
+def test_nobody_waits_again_for_a_node_that_was_waited_for_in_vain(pack, tmp_path):
+    """Its first shard is waited for; the others are read from the source until it is back."""
+    (port,) = free_ports(1)
+    place = NodeAddress(host="127.0.0.1", port=port)
+    with two_nodes(pack, tmp_path, listen=(LOOPBACK, place)) as (nodes, memory):
+        settle(nodes, pack)
+        clock = ManualClock()
+        service = RequestService(nodes[0], memory, stage_wait_s=10.0, clock=clock)
+        first, second, third = sorted(nodes[1].members.held)[:3]
+        nodes[1].close()
+        assert ask(service, pack, first) == (RequestOutcome.GOOD, True)
+        assert clock.now_s() >= 10.0
+        waited_s = clock.now_s()
+        for shard in (second, third):
+            assert ask(service, pack, shard) == (RequestOutcome.GOOD, True)
+        clock.advance(6.0)  # it is asked again, and still not waited for
+        assert ask(service, pack, third) == (RequestOutcome.GOOD, True)
+        assert clock.now_s() == waited_s + 6.0
+        assert counted(memory) == (0, 4000)
+        again = dataclasses.replace(nodes[1].options, peers=())
+        nodes[1] = SharingNode(pack.path, again, RangeRequests.create(pack.shard_count, 4, 1, "b"))
+        assert ask(service, pack, second) == (RequestOutcome.GOOD, True)  # it was just asked
+        assert counted(memory) == (0, 5000)
+        clock.advance(6.0)
+        assert ask(service, pack, second) == (RequestOutcome.GOOD, True)
+        assert ask(service, pack, third) == (RequestOutcome.GOOD, True)
+        assert counted(memory) == (2000, 5000)
 
 
 def test_programs_hear_of_a_copy_only_when_they_can_see_it(pack, tmp_path):

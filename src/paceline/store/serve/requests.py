@@ -8,6 +8,9 @@ goes to those that have the bytes, in this order, until one of them sends them::
     other nodes    that hold the shard
     the source     if no node has the shard after a wait in which its owner may copy it
 
+A node that did not answer through such a wait is given up: for its other shards nobody waits, and
+it is asked again every few seconds.
+
 The program compares what it gets with checksums, and asks again, from the next in this order, for
 what was damaged.
 """
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _TAKE_S = 1.0
 _LOOK_S = 0.02  # between two questions whether a shard has come to its owner
-_AVOID_S = 5.0  # for which a node that did not answer is asked last
+_AVOID_S = 5.0  # for which a node that did not answer is asked last, or not if it is given up
 _SELF, _SOURCE = "", "/"  # among the names of nodes, which are addresses
 
 
@@ -132,6 +135,7 @@ class RequestService:
         self._lock = threading.Lock()  # of what follows
         self._avoided_s: dict[str, float] = {}
         self._overdue: set[int] = set()  # shards that were waited for in vain
+        self._given_up: set[str] = set()  # nodes that did not answer through such a wait
         self._threads = [
             threading.Thread(target=self._serve, name=f"paceline-requests-{k}", daemon=True)
             for k in range(threads)
@@ -186,9 +190,9 @@ class RequestService:
                 if place == _SELF:
                     return RequestOutcome.HERE
                 if place != _SOURCE:
-                    if self._fetch(place, request, out):
+                    if not self._is_given_up(place) and self._fetch(place, request, out):
                         return RequestOutcome.GOOD
-                elif request.attempt or self._is_overdue(request.shard, end_s):
+                elif request.attempt or self._is_overdue(request.shard, places[:-1], end_s):
                     self._read_source(request, out)
                     return RequestOutcome.GOOD
             if self._stop.is_set() or not places:
@@ -228,16 +232,26 @@ class RequestService:
             if not was_lost:
                 _LOG.warning("%s; reading from replicas or the source instead", problem)
             return False
+        with self._lock:  # it answered, though it may not hold the shard yet
+            self._avoided_s.pop(name, None)
+            self._given_up.discard(name)
         if is_good:
             self._requests.count(ServedCount.PEER_BYTES, len(out))
         return is_good
 
-    def _is_overdue(self, shard: int, end_s: float) -> bool:
-        """Return whether the source has to be read for a shard that its owner might still copy."""
+    def _is_given_up(self, name: str) -> bool:
+        """Return whether a node is not asked now: it was given up, and asked a moment ago."""
+        with self._lock:
+            return name in self._given_up and self._avoided_s.get(name, -1.0) > self._clock.now_s()
+
+    def _is_overdue(self, shard: int, nodes: list[str], end_s: float) -> bool:
+        """Return whether to read the source for a shard that one of `nodes` may hold soon."""
         with self._lock:
             if self._clock.now_s() >= end_s:
                 self._overdue.add(shard)
-            return shard in self._overdue or self._stop.is_set()
+                self._given_up.update(name for name in nodes if name in self._avoided_s)
+            is_hopeless = bool(nodes) and self._given_up.issuperset(nodes)
+            return is_hopeless or shard in self._overdue or self._stop.is_set()
 
     def _read_source(self, request: RangeRequest, out: NDArray[np.uint8]) -> None:
         path = self._node.pack.index.shard_path(request.shard)
