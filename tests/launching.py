@@ -31,7 +31,6 @@ class Launched:
     def __init__(self, folder: Path, *args, prefix=(), env=None, threads=1, own_group=False):
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        # Short, whatever pytest calls its folder: a socket's path has at most 107 bytes.
         self.temporary = Path(tempfile.mkdtemp(prefix="run-"))
         weakref.finalize(self, shutil.rmtree, self.temporary, ignore_errors=True)
         self.mark = uuid.uuid4().hex

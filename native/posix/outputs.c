@@ -184,18 +184,35 @@ static void pause_ms(long ms) {
   nanosleep(&pause, NULL);
 }
 
+/* Connects to FOLDER/socket; an errno. A path that is longer than an address can be goes through the folder. */
+static int try_connect(int server, const Mount* mount) {
+  struct sockaddr_un target = {.sun_family = AF_UNIX};
+  char path[PATH_MAX];
+  int folder = -1;
+  const int length = (int)(mount->tree_length - 5);
+  if ((size_t)length + sizeof "/socket" <= sizeof target.sun_path) {
+    snprintf(target.sun_path, sizeof target.sun_path, "%.*s/socket", length, mount->tree);
+  } else {
+    snprintf(path, sizeof path, "%.*s", length, mount->tree);
+    folder = REAL(open)(path, O_PATH | O_DIRECTORY | O_CLOEXEC);
+    if (folder < 0) return errno;
+    snprintf(target.sun_path, sizeof target.sun_path, "/proc/self/fd/%d/socket", folder);
+  }
+  const int problem = connect(server, (struct sockaddr*)&target, sizeof target) == 0 ? 0 : errno;
+  if (folder >= 0) REAL(close)(folder);
+  return problem;
+}
+
 /* A connection to the server of this node; -1 with errno. */
 static int connect_server(const Mount* mount) {
-  struct sockaddr_un address = {.sun_family = AF_UNIX};
-  const int length = snprintf(address.sun_path, sizeof address.sun_path, "%.*s/socket",
-                              (int)(mount->tree_length - 5), mount->tree);
-  if (length < 0 || (size_t)length >= sizeof address.sun_path) return fail(ENAMETOOLONG);
   const int server = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
   if (server < 0) return -1;
   for (int waited_ms = 0;; waited_ms += look_ms) {
-    if (connect(server, (struct sockaddr*)&address, sizeof address) == 0) break;
-    const bool may_come = errno == ECONNREFUSED || errno == ENOENT || errno == EAGAIN || errno == EINTR;
-    if (!may_come || waited_ms >= restart_ms) return close_quietly(server, errno);
+    const int problem = try_connect(server, mount);
+    if (problem == 0) break;
+    const bool may_come =
+        problem == ECONNREFUSED || problem == ENOENT || problem == EAGAIN || problem == EINTR;
+    if (!may_come || waited_ms >= restart_ms) return close_quietly(server, problem);
     pause_ms(look_ms);
   }
   const struct timeval wait = {answer_s, 0};

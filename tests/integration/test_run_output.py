@@ -284,6 +284,23 @@ else:
 """
 
 
+def test_the_path_of_local_storage_may_be_long(tmp_path):
+    """The servers' sockets lie there, and the address of a socket has 107 bytes at most."""
+    local = tmp_path / ("a" * 150) / ("b" * 150)
+    local.mkdir(parents=True)
+    script = (
+        'echo "$RANK" >"$1/$RANK" || exit; '
+        'while [ ! -e "$1/$((1 - RANK))" ]; do sleep 0.02; done; cat "$1"/*'
+    )
+    words = ("/bin/sh", "-c", script, "sh", POINT)
+    done = run_nodes(tmp_path, tmp_path / "shared", "--data-folder", local, *words)
+    assert [(task.code, task.out) for task in done] == [(0, "0\n1\n")] * 2, (
+        done[0].err + done[1].err
+    )
+    assert tree(tmp_path / "shared") == {"0": b"0\n", "1": b"1\n"}
+    assert list(local.iterdir()) == []
+
+
 def test_what_a_lost_node_wrote_is_read_from_the_shared_folder(tmp_path):
     tasks, flags, target = start_script(tmp_path, LOST)
     with tasks[0], tasks[1]:
@@ -299,7 +316,7 @@ def test_what_a_lost_node_wrote_is_read_from_the_shared_folder(tmp_path):
 
 
 def test_a_full_disk_is_an_error_of_the_write_and_of_nothing_else(tmp_path):
-    local = Path(tempfile.mkdtemp(prefix="run-"))  # a short path: a socket's has 107 bytes at most
+    local = Path(tempfile.mkdtemp(prefix="run-"))
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", local]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
         local.rmdir()

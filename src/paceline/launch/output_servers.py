@@ -32,7 +32,6 @@ from paceline.launch.local_folders import leftovers, make_locked
 from paceline.launch.rendezvous.addresses import open_data_listener
 from paceline.launch.rendezvous.messages import DataOffer, DataStart
 from paceline.store.serve.drain import ROOM, TARGET, DrainRoom, drain_error
-from paceline.store.serve.output_node import SOCKET
 from paceline.store.serve.output_server import READY, OutputReport, OutputSpec
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from paceline.store.serve.run_output import RunOutput
 
 _START_S = 60.0  # for a server to look at what its target has
-_MOST_PATH = 107  # of a socket: sun_path, unix(7)
 PREFIX = "paceline-output-"
 OUTPUT_FOLDER = "output"  # of the run: what was drained from each node
 _LOG = logging.getLogger(__name__)
@@ -119,16 +117,6 @@ class OutputServers:
         return next((problem for problem in problems if problem is not None), None)
 
 
-def _check_length(folder: Path) -> None:
-    if len(os.fsencode(folder / SOCKET)) > _MOST_PATH:
-        raise UsageError(
-            "the path of this node's folder is too long",
-            where=str(folder),
-            why=f"the path of a socket in it has at most {_MOST_PATH} bytes",
-            fix="Give a shorter path: --data-folder, or TMPDIR",
-        )
-
-
 class _OutputServer:
     """The process that drains one output from this node."""
 
@@ -149,7 +137,6 @@ class _OutputServer:
                 stack.callback(self._remove)
                 self._is_kept = False
                 self.folder = self.folder.absolute()
-                _check_length(self.folder)
                 (self.folder / TARGET).write_text(output.target)
                 DrainRoom(self.folder / ROOM, config.output_limit_bytes, config.output_wait_s)
             listener = stack.enter_context(open_data_listener(job.task))

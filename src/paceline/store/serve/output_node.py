@@ -439,6 +439,10 @@ def _is_below(path: str, folder: str) -> bool:
 def _listen(path: Path) -> socket.socket:
     path.unlink(missing_ok=True)  # of a server that was killed
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(str(path))
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:  # an address has 107 bytes at most (unix(7)), the path of the folder may have more
+        listener.bind(f"/proc/self/fd/{folder}/{path.name}")
+    finally:
+        os.close(folder)
     listener.listen(1024)
     return listener
