@@ -18,28 +18,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-from paceline.core.config import environment
 from paceline.core.errors import (
     DeadlineExceeded,
     RankLost,
-    StorageError,
     UsageError,
     storage_errors,
 )
-from paceline.core.files import commit_bytes, read_text
+from paceline.core.files import read_text
 from paceline.core.processes import signal_name
 from paceline.launch.local_folders import leftovers, lock_folder, make_locked
-from paceline.launch.rendezvous.addresses import open_data_listener
+from paceline.launch.node_servers import NodeServer, NodeServers
 from paceline.launch.rendezvous.messages import DataOffer, DataStart
 from paceline.native import RangeRequests, ServedCount, served_counts
 from paceline.runs.data_report import DATA_FOLDER, DataReport
@@ -61,7 +58,7 @@ _END_S = 10.0  # for a server to end
 _PREFIX = "paceline-data-"
 
 
-class DataServers:
+class DataServers(NodeServers["_PackServer"]):
     """The servers of a launcher, and what its ranks need to reach those of its node.
 
     Args:
@@ -69,29 +66,9 @@ class DataServers:
     """
 
     def __init__(self, job: PreparedJob) -> None:
-        self._job = job
-        self._stack = contextlib.ExitStack()
-        self._servers: list[_PackServer] = []
+        makers = [functools.partial(_PackServer, data, job) for data in job.data]
+        super().__init__(job, makers, 0, "--data")
         self._start: DataStart | None = None
-
-    def __enter__(self) -> Self:
-        task = self._job.task
-        if task is not None and task.local_task_number != 0:
-            return self  # another launcher of this node serves
-        with contextlib.ExitStack() as stack:
-            for data in self._job.data:
-                server = _PackServer(data, self._job)
-                self._servers.append(stack.enter_context(server))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
-
-    @property
-    def offers(self) -> tuple[DataOffer, ...]:
-        """What the rendezvous carries to the other launchers."""
-        return tuple(server.offer for server in self._servers)
 
     def start(self, start: DataStart | None) -> None:
         """Have the servers serve, and wait until those of this node do.
@@ -104,26 +81,10 @@ class DataServers:
             RankLost: a server of this node has ended.
             DeadlineExceeded: it did not begin to serve.
         """
-        if self._job.task is None:
-            token = os.urandom(16).hex()
-            own = [(f"127.0.0.1:{offer.port}",) for offer in self.offers]
-            servers: tuple[tuple[str, ...], ...] = (*own, *((),) * len(self._job.outputs))
-            start = DataStart(servers=servers, number=0, offers=self.offers, token=token)
+        start = self._own_part(start)
         token_file = self._job.resolved.config.data_token_file
-        if start is not None and token_file:
+        if token_file:
             start = dataclasses.replace(start, token=read_text(Path(token_file)).strip())
-        count = len(self._job.data)
-        if start is None or len(start.servers) != count + len(self._job.outputs):
-            raise UsageError(
-                "no server on this node has the data of this run",
-                where=f"task {self._job.task_number}",
-                why="the first task of each node serves them",
-                fix="Give all launchers of the run the same --data",
-            )
-        # The outputs' come after these (output_servers.py).
-        start = dataclasses.replace(
-            start, servers=start.servers[:count], offers=start.offers[:count]
-        )
         self._start = start
         for pack, server in enumerate(self._servers):
             server.serve(start.servers[pack], start.number, start.token)
@@ -166,7 +127,7 @@ class DataServers:
         )
 
 
-class _PackServer:
+class _PackServer(NodeServer):
     """The process that serves one pack on this node."""
 
     def __init__(self, data: RunData, job: PreparedJob) -> None:
@@ -178,33 +139,18 @@ class _PackServer:
         folder = job.run_folder / DATA_FOLDER
         self._report = folder / f"{Path(data.place).name}-{job.task_number:05}.json"
         with contextlib.ExitStack() as stack:
-            listener = stack.enter_context(open_data_listener(job.task))
-            self._address = listener.getsockname()[:2]
-            self._listener = listener.fileno()  # its number in the process
+            listener = self._listen(stack, job)
             self._requests = RangeRequests.create(data.shard_count, _SLOTS, _SLOT_BYTES, self._host)
             self._local, self._lock, self._is_temporary = _claim_local(data, self._config)
             stack.callback(os.close, self._lock)
             if self._is_temporary:
                 stack.callback(shutil.rmtree, self._local, ignore_errors=True)
-            passed = (self._listener, self._requests.descriptor, self._lock)
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "paceline.store.serve.run_server"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                pass_fds=passed,
-                env={**environment(), "OPENBLAS_NUM_THREADS": "1"},  # it forks
-            )
+            passed = (self._requests.descriptor, self._lock)
+            self._launch("paceline.store.serve.run_server", listener, *passed)
             self._watcher = threading.Thread(target=self._watch, name="paceline-data", daemon=True)
             self._watcher.start()
             stack.callback(self._end)
-            listener.close()  # else the port would stay open when the process has ended
             self._stack = stack.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
 
     @property
     def offer(self) -> DataOffer:
@@ -232,10 +178,7 @@ class _PackServer:
             tls=self._config.data_tls,
             source_bytes_per_s=self._config.data_source_rate,
         )
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the watcher says that it has ended
-            self._process.stdin.write(spec.to_line())
-            self._process.stdin.flush()
+        self._send(spec.to_line())  # the watcher says if the process has ended
 
     def _watch(self) -> None:
         """Wait for the end of the process; name one that nobody asked to end."""
@@ -253,15 +196,8 @@ class _PackServer:
                 how,
             )
 
-    def _write_report(self) -> None:
-        """Write what was counted, also by servers that were killed."""
-        try:
-            self._report.parent.mkdir(parents=True, exist_ok=True)
-            commit_bytes(self._report, self._sum_up().to_text().encode())
-        except (OSError, StorageError) as problem:  # the run itself is as it was
-            _LOG.warning("no report of a data server: %s", problem)
-
     def _sum_up(self) -> DataReport:
+        """Return what was counted, also by servers that were killed."""
         counts = served_counts(self._requests)
         for_programs = (
             counts[ServedCount.REQUEST_SOURCE_BYTES] + counts[ServedCount.PROGRAM_SOURCE_BYTES]
@@ -298,7 +234,7 @@ class _PackServer:
         assert self._process.stdout is not None
         self._process.stdout.close()
         if self._name:
-            self._write_report()
+            self._write_report(self._sum_up().to_text())
 
 
 def _await_serving(data: RunData, offer: DataOffer) -> None:

@@ -8,28 +8,23 @@ they are, and the run ends with an error that names them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import logging
 import os
 import select
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-from paceline.core.config import environment
 from paceline.core.errors import (
     DeadlineExceeded,
     RankLost,
     StorageError,
-    UsageError,
     storage_errors,
 )
-from paceline.core.files import commit_text
 from paceline.launch.local_folders import leftovers, make_locked
-from paceline.launch.rendezvous.addresses import open_data_listener
+from paceline.launch.node_servers import NodeServer, NodeServers
 from paceline.launch.rendezvous.messages import DataOffer, DataStart
 from paceline.store.serve.drain import ROOM, TARGET, DrainRoom, drain_error
 from paceline.store.serve.output_server import READY, OutputReport, OutputSpec
@@ -41,10 +36,9 @@ if TYPE_CHECKING:
 _START_S = 60.0  # for a server to look at what its target has
 PREFIX = "paceline-output-"
 OUTPUT_FOLDER = "output"  # of the run: what was drained from each node
-_LOG = logging.getLogger(__name__)
 
 
-class OutputServers:
+class OutputServers(NodeServers["_OutputServer"]):
     """The servers of a launcher, and where its ranks write.
 
     Args:
@@ -52,29 +46,9 @@ class OutputServers:
     """
 
     def __init__(self, job: PreparedJob) -> None:
-        self._job = job
-        self._stack = contextlib.ExitStack()
-        self._servers: list[_OutputServer] = []
+        makers = [functools.partial(_OutputServer, output, job) for output in job.outputs]
+        super().__init__(job, makers, len(job.data), "--output")
         self._folders: tuple[tuple[str, str, bool], ...] = ()
-
-    def __enter__(self) -> Self:
-        task = self._job.task
-        if task is not None and task.local_task_number != 0:
-            return self  # another launcher of this node serves
-        with contextlib.ExitStack() as stack:
-            for output in self._job.outputs:
-                server = _OutputServer(output, self._job)
-                self._servers.append(stack.enter_context(server))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
-
-    @property
-    def offers(self) -> tuple[DataOffer, ...]:
-        """What the rendezvous carries to the other launchers, after what `DataServers` offer."""
-        return tuple(server.offer for server in self._servers)
 
     def start(self, start: DataStart | None) -> None:
         """Have the servers of this launcher serve, and wait until they do.
@@ -87,23 +61,12 @@ class OutputServers:
             RankLost: a server has ended.
             DeadlineExceeded: it does not begin to serve.
         """
-        outputs = self._job.outputs
-        if self._job.task is None:
-            start = DataStart(servers=((),) * len(outputs), number=0, offers=self.offers, token="")
-        if start is None or len(start.servers) < len(outputs):
-            raise UsageError(
-                "no server on this node has the outputs of this run",
-                where=f"task {self._job.task_number}",
-                why="the first task of each node serves them",
-                fix="Give all launchers of the run the same --output",
-            )
-        servers = start.servers[len(start.servers) - len(outputs) :]
-        offers = start.offers[len(start.offers) - len(outputs) :]
-        for server, nodes in zip(self._servers, servers, strict=False):
-            server.start(nodes, start.number, start.token)
+        own = self._own_part(start)
+        for server, nodes in zip(self._servers, own.servers, strict=False):
+            server.start(nodes, own.number, own.token)
         self._folders = tuple(
             (offer.local, output.point, len(nodes) > 1)
-            for offer, output, nodes in zip(offers, outputs, servers, strict=True)
+            for offer, output, nodes in zip(own.offers, self._job.outputs, own.servers, strict=True)
         )
 
     @property
@@ -117,7 +80,7 @@ class OutputServers:
         return next((problem for problem in problems if problem is not None), None)
 
 
-class _OutputServer:
+class _OutputServer(NodeServer):
     """The process that drains one output from this node."""
 
     def __init__(self, output: RunOutput, job: PreparedJob) -> None:
@@ -139,25 +102,10 @@ class _OutputServer:
                 self.folder = self.folder.absolute()
                 (self.folder / TARGET).write_text(output.target)
                 DrainRoom(self.folder / ROOM, config.output_limit_bytes, config.output_wait_s)
-            listener = stack.enter_context(open_data_listener(job.task))
-            self._port = listener.getsockname()[1]
-            self._listener = listener.fileno()  # its number in the process
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "paceline.store.serve.output_server"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                pass_fds=[lock, self._listener],
-                env={**environment(), "OPENBLAS_NUM_THREADS": "1"},  # it forks
-            )
+            listener = self._listen(stack, job)
+            self._launch("paceline.store.serve.output_server", listener, lock)
             stack.callback(self._end)
-            listener.close()  # else the port would stay open when the process has ended
             self._stack = stack.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
 
     def finish(self) -> StorageError | None:
         """Have the rest drained; return why some of it is not."""
@@ -174,7 +122,7 @@ class _OutputServer:
                 self.output.target, str(self.folder), {"": "the server that drains it has ended"}
             )
         report = OutputReport.from_json(json.loads(lines[-1]))
-        self._keep(report)
+        self._write_report(report.to_text())
         if not report.problems:
             return None
         self._is_kept = True
@@ -182,7 +130,7 @@ class _OutputServer:
 
     @property
     def offer(self) -> DataOffer:
-        return DataOffer(port=self._port, requests="", local=str(self.folder))
+        return DataOffer(port=self._address[1], requests="", local=str(self.folder))
 
     def start(self, nodes: tuple[str, ...], number: int, token: str) -> None:
         """Tell the process of the other nodes, and wait until it serves."""
@@ -200,19 +148,9 @@ class _OutputServer:
             )
             self._await_ready(spec)
 
-    def _keep(self, report: OutputReport) -> None:
-        try:
-            self._report.parent.mkdir(parents=True, exist_ok=True)
-            commit_text(self._report, report.to_text())
-        except (OSError, StorageError) as problem:  # what is drained is drained
-            _LOG.warning("no report of an output: %s", problem)
-
     def _await_ready(self, spec: OutputSpec) -> None:
-        assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(spec.to_line())
-            self._process.stdin.flush()
+        self._send(spec.to_line())
         if not select.select([self._process.stdout], [], [], _START_S)[0]:
             raise DeadlineExceeded(
                 "the server of an output does not start",
