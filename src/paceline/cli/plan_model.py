@@ -155,7 +155,8 @@ def print_transformer(
         as_json: print JSON.
 
     Raises:
-        PacelineError: see `prepare_output`, `make_plan`, `make_architecture`, `estimate_transformer`.
+        PacelineError: see `prepare_output`, `make_plan`, `make_architecture`,
+            `estimate_transformer`.
     """
     from paceline.core.file_kind import FileKind, prepare_output
     from paceline.core.files import commit_text
