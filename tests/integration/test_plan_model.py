@@ -6,7 +6,9 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.cli.plan import plan
-from paceline.core.errors import NotFound, UsageError
+from paceline.core.errors import DestinationExists, NotFound, UsageError
+from paceline.core.plan import Mesh
+from paceline.core.plan_file import load_plan_file
 
 CONFIG = {
     "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
@@ -43,6 +45,25 @@ def test_a_published_model_is_planned_on_a_machine_of_the_library(config):
     assert found["low_s"] < found["step_time_s"] < found["high_s"]
 
 
+def test_the_plan_file_has_plan_and_estimate(config, tmp_path):
+    out = tmp_path / "plan.json"
+    flags = ("--machine", "dgx-h100", "--zero", "3", "--batch", "32")
+    assert f"plan: wrote {out}" in run("--model", config, *flags, "--out", str(out))
+    file = load_plan_file(out)
+    assert file.plan.mesh == Mesh(data=8)
+    assert (file.plan.engine, file.plan.zero, file.workload) == ("fsdp2", 3, None)
+    assert file.estimate is not None
+    assert file.estimate.batch == 32
+
+
+def test_another_file_is_not_replaced_by_a_plan(config, tmp_path):
+    out = tmp_path / "notes.txt"
+    out.write_text("mine")
+    with pytest.raises(DestinationExists):
+        run("--model", config, "--machine", "dgx-h100", "--out", str(out))
+    assert out.read_text() == "mine"
+
+
 def test_a_model_that_does_not_fit_says_so():
     shown = run("--model", BIG, "--machine", "selene", "--tensor", "8")
     assert "does not fit: every rank needs" in shown
@@ -58,7 +79,7 @@ def test_the_library_is_listed():
     ("arguments", "error", "words"),
     [
         (("--model", BIG, "--ranks", "4"), UsageError, "--ranks has no effect on an architecture"),
-        (("--model", BIG, "--out", "x.json"), UsageError, "--out has no effect"),
+        (("--model", BIG, "--compute", "rates"), UsageError, "--compute has no effect"),
         (("--nodes", "3"), UsageError, "--nodes has an effect with --model"),
         ((), UsageError, "there is no model to plan"),
         (("x.py:step", "--model", BIG), UsageError, "of a script's function or of an architecture"),

@@ -100,6 +100,8 @@ def test_a_setting_of_the_backend_is_checked_before_the_start_and_kept(ready, mo
         ),
         (Plan(mesh=Mesh(data=2), nodes=2), {}, {}, "over 2 nodes"),
         (Plan(mesh=Mesh(tensor=2)), {}, {}, "the plan's mesh has 2 ranks along the axis tensor"),
+        (Plan(mesh=Mesh(context=2)), {}, {}, "has 2 ranks along the axis context"),
+        (Plan(mesh=Mesh(pipeline=2), stages_per_rank=3), {}, {}, "has 3 stages for each rank"),
         (
             Plan(mesh=Mesh(data=2, pipeline=2)),
             {"ranks": 2},
@@ -127,6 +129,8 @@ def test_what_only_the_script_can_set_is_said_in_one_line():
     assert "mesh.pipeline = 2" in line
     (line,) = plan_warnings(Plan(engine="sharded"), ProgramKind.SCRIPT)
     assert "engine = sharded" in line
+    (line,) = plan_warnings(Plan(zero=1, recompute="full"), ProgramKind.SCRIPT)
+    assert "zero = 1, recompute = full" in line
     assert "paceline.training.prepare" in line
 
 

@@ -152,7 +152,7 @@ def plan(
     if model is not None:
         refuse_other_flags(target, flags)
         shared = {"batch": batch or 0, "schedule": schedule}
-        print_transformer(model, machine, {**flags, **shared}, as_json=as_json)
+        print_transformer(model, machine, {**flags, **shared}, out=out, as_json=as_json)
         return
     refuse_transformer_flags(target, flags)
     assert target is not None

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # Flags of scripts that have a meaning for an architecture too.
-_SHARED = ("model", "machine", "machines", "batch", "schedule", "as_json")
+_SHARED = ("model", "machine", "machines", "batch", "schedule", "out", "as_json")
 
 
 def transformer_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -138,23 +138,35 @@ def print_machines(*, as_json: bool) -> None:
 
 
 def print_transformer(
-    model: str, machine_path: Path | None, flags: dict[str, Any], *, as_json: bool
+    model: str,
+    machine_path: Path | None,
+    flags: dict[str, Any],
+    *,
+    out: Path | None,
+    as_json: bool,
 ) -> None:
-    """Predict a transformer and print the estimate.
+    """Predict a transformer, write its plan file and print the estimate.
 
     Args:
         model: as `make_architecture` takes it.
         machine_path: file or name of the machine.
         flags: of the command line, None where not given.
+        out: plan file to write; None: none.
         as_json: print JSON.
 
     Raises:
-        PacelineError: see `make_plan`, `make_architecture`, `estimate_transformer`.
+        PacelineError: see `prepare_output`, `make_plan`, `make_architecture`,
+            `estimate_transformer`.
     """
+    from paceline.core.file_kind import FileKind, prepare_output
+    from paceline.core.files import commit_text
+    from paceline.core.plan_file import PlanFile
     from paceline.perf.transformer import Risks, estimate_transformer
     from paceline.perf.transformer.options import TransformerOptions, make_architecture, make_plan
     from paceline.probe.machine_file import load_machine
 
+    if out is not None:
+        prepare_output(out, FileKind.PLAN)
     given = {name: value for name, value in flags.items() if value is not None}
     risks = Risks(
         jitter=given.pop("jitter", 0.0),
@@ -164,6 +176,9 @@ def print_transformer(
     machine = load_machine(machine_path)
     plan, batch = make_plan(machine, TransformerOptions(**given))
     estimate = estimate_transformer(machine, architecture, plan, batch, risks)
+    if out is not None:
+        commit_text(out, PlanFile(plan=plan, estimate=estimate).to_text())
+        click.echo(f"plan: wrote {out}", err=True)
     if as_json:
         click.echo(estimate.to_text(), nl=False)
         return

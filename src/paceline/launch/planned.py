@@ -35,17 +35,10 @@ def check_plan(
         environ: the environment variables, where OMP_NUM_THREADS may be set.
 
     Raises:
-        UsageError: the plan needs tensor parallelism, or a setting, the environment, Slurm or
-            mpirun says otherwise; the message names both.
+        UsageError: the plan needs tensor or context parallelism or several stages for each rank,
+            or a setting, the environment, Slurm or mpirun says otherwise; the message names both.
     """
-    if plan.mesh.tensor > 1:
-        raise UsageError(
-            f"the plan's mesh has {plan.mesh.tensor} ranks along the axis tensor",
-            where="--plan",
-            why="paceline run follows plans of data and pipeline parallelism only",
-            fix="Set mesh.tensor to 1 in the plan file, or write a new one with "
-            "`paceline plan --out`",
-        )
+    _check_axes(plan)
     ranks = resolved.config.ranks
     if ranks is not None and ranks * resolved.config.nnodes != plan.mesh.world_size:
         place = _place(resolved, "ranks")
@@ -66,6 +59,26 @@ def check_plan(
     if task is not None and task.node_ranks != plan.ranks_per_node:
         here = f"the {task.source} step's ranks per node"
         raise _conflict(here, task.node_ranks, "ranks_per_node", plan.ranks_per_node)
+
+
+def _check_axes(plan: Plan) -> None:
+    """Raise an error if ranks would share what Paceline's runtime does not share out."""
+    for axis in ("tensor", "context"):
+        if (count := getattr(plan.mesh, axis)) > 1:
+            raise UsageError(
+                f"the plan's mesh has {count} ranks along the axis {axis}",
+                where="--plan",
+                why="paceline run follows plans of data and pipeline parallelism only",
+                fix=f"Set mesh.{axis} to 1 in the plan file, or write a new one with "
+                "`paceline plan --out`",
+            )
+    if plan.stages_per_rank > 1:
+        raise UsageError(
+            f"the plan has {plan.stages_per_rank} stages for each rank of the pipeline",
+            where="--plan",
+            why="paceline run follows pipelines with one stage for each rank",
+            fix="Plan without --interleave",
+        )
 
 
 def _check_same(plan: Plan, resolved: Resolved[Any], name: str) -> None:
@@ -100,7 +113,7 @@ def plan_warnings(plan: Plan, kind: ProgramKind) -> tuple[str, ...]:
         lost = ("the plan's bucket sizes do not reach a program that is not Python",)
     names = [
         f"{name} = {getattr(plan, name)}"
-        for name in ("precision", "loader_workers", "engine")
+        for name in ("precision", "loader_workers", "engine", "zero", "recompute", "compiled")
         if getattr(plan, name) != getattr(default, name)
     ]
     if plan.mesh.pipeline > 1:

@@ -90,6 +90,7 @@ def make_plan(machine: Machine, options: TransformerOptions) -> tuple[Plan, int]
         microbatches=batch // replicas // options.microbatch,
         schedule=options.schedule,
         stages_per_rank=options.interleave,
+        engine="fsdp2" if options.zero == 3 else "ddp",  # what `prepare` makes of it
         zero=options.zero,
         recompute=options.recompute,
         sequence_parallel=options.tensor > 1 if shared is None else shared,

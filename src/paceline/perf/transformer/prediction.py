@@ -112,7 +112,9 @@ def estimate_transformer(
         high_s=step_s * spread,
         memory_bytes=memory,
         link_bytes=link_bytes(model, plan, microbatch, network, inside_level(machine)),
-        trained_parameter_bytes=round(max(rank_parameters(model, plan)) * 2),
+        trained_parameter_bytes=round(
+            max(rank_parameters(model, plan)) * (4 if plan.precision == "float32" else 2)
+        ),
         limit=max(shares, key=lambda name: shares[name]),
         shares=shares,
         sources=_sources(reached),
