@@ -14,7 +14,10 @@ from paceline.federated.rounds import (
     RoundOptions,
     StartClient,
 )
+from paceline.federated.monitor import Evaluation
 from paceline.federated.selection import Goals, GoalSelector, OortSelector, RandomSelector
+from paceline.federated.server import FederationServer
+from paceline.federated.strategies import make_strategy
 from paceline.federated.updates import ModelUpdate
 
 CLIENTS = 12
@@ -117,3 +120,22 @@ def test_a_round_ends_although_clients_do_not_answer():
     assert [type(action) for action in actions[:3]] == [CancelClient, CancelClient, Aggregate]
     assert actions[2].clients == (first.client,)
     assert controller.wasted_s == 2 * deadline_s
+
+
+@given(cohorts=st.integers(1, 4), rounds=st.integers(1, 4))
+def test_no_model_is_made_beyond_the_rounds(cohorts, rounds):
+    """Answers of several cohorts may wait at once, as after one look at what nodes have sent."""
+    options = RoundOptions(cohort=2, in_flight=8)
+    server = FederationServer(
+        controller_of(options, "random", 0),
+        np.zeros(1, np.float32),
+        np.full(CLIENTS, 20.0),
+        strategy=make_strategy("fedbuff", 2),
+        evaluate=lambda now_s, version, _: Evaluation(now_s, version, 0.5, (0.5, 0.5)),
+    )
+    online = np.ones(CLIENTS, bool)
+    started = server.advance(0.0, online, rounds)
+    for action in started[: 2 * cohorts]:
+        server.arrived(1.0, action.client, update_of(action.client, 0), TIMING)
+    server.advance(1.0, online, rounds)
+    assert server.version == min(cohorts, rounds)

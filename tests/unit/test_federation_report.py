@@ -22,7 +22,7 @@ from paceline.report.federation.model import (
     FederationPay,
     FederationReport,
     FederationRun,
-    UnpaidRow,
+    UnpaidWork,
 )
 from paceline.report.federation.page import render_federation_page
 from paceline.report.federation.payments import conservation
@@ -124,7 +124,7 @@ def test_times_classes_and_groups_are_medians_over_seeds():
 
 
 def test_the_page_says_who_was_not_paid_and_that_no_token_was_lost():
-    row = UnpaidRow(client="7<", check="deadline", count=3, reason="no answer within 30 s")
+    row = UnpaidWork(client="7<", check="deadline", count=3, reason="no answer within 30 s")
     flows = (("providers", 900_000_000), ("infrastructure", 100_000_000))
     pay = FederationPay(
         issued=1_000_000_000,

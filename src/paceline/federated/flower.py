@@ -196,7 +196,7 @@ class _Federation:
             self._look_for_nodes(now_s)
             self._take_answers(now_s)
             if len(self._node_of) >= least_clients:
-                self._send(now_s)
+                self._send(now_s, rounds)
             self._clock.wait(never, _POLL_S)
         return server
 
@@ -284,8 +284,8 @@ class _Federation:
         )
         self.server.arrived(now_s, client, update, timing)
 
-    def _send(self, now_s: float) -> None:
-        for action in self.server.advance(now_s, self._is_online):
+    def _send(self, now_s: float, rounds: int) -> None:
+        for action in self.server.advance(now_s, self._is_online, rounds):
             if isinstance(action, CancelClient):  # its answer will find nobody who waits for it
                 continue
             model = ArrayRecord([self.server.model_of(action.client)])

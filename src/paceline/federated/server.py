@@ -136,12 +136,15 @@ class FederationServer:
         self._unpaid[refusal.client] = refusal
         logger.info("client %s is unpaid (%s): %s", refusal.client, check, reason)
 
-    def advance(self, now_s: float, is_online: np.ndarray) -> list[StartClient | CancelClient]:
+    def advance(
+        self, now_s: float, is_online: np.ndarray, rounds: int
+    ) -> list[StartClient | CancelClient]:
         """Make new models as far as there are updates; return what to tell clients.
 
         Args:
             now_s: seconds of a clock that never goes back.
             is_online: bool, shape (clients,).
+            rounds: new models of the whole training; more than these are not made.
         """
         found: list[StartClient | CancelClient] = []
         has_changed = True
@@ -150,7 +153,7 @@ class FederationServer:
             for action in self.controller.advance(now_s, is_online, self.monitor.smoothed):
                 if isinstance(action, Aggregate):
                     self._aggregate(now_s, action)
-                    has_changed = True
+                    has_changed = self.version < rounds
                     continue
                 if isinstance(action, CancelClient) and action.overdue_s is not None:
                     reason = f"no answer within {action.overdue_s:.0f} s"

@@ -26,7 +26,7 @@ from paceline.report.federation.model import (
     FederationPay,
     FederationReport,
     FederationRun,
-    UnpaidRow,
+    UnpaidWork,
 )
 
 if TYPE_CHECKING:
@@ -54,23 +54,6 @@ class CurvePoint(Record):
     accuracy: float
     by_class: tuple[float, ...] = ()
     by_group: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnpaidWork(Record):
-    """What a client did not get paid for: updates that were not used or did not come.
-
-    Attributes:
-        client: its id.
-        check: that they failed.
-        count: how many.
-        reason: of the first.
-    """
-
-    client: str
-    check: str
-    count: int
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -292,12 +275,7 @@ def to_report(
                     name: np.array([point.by_group[name] for point in result.curve])
                     for name in (result.curve[0].by_group if result.curve else ())
                 },
-                unpaid=tuple(
-                    UnpaidRow(
-                        client=row.client, check=row.check, count=row.count, reason=row.reason
-                    )
-                    for row in result.unpaid
-                ),
+                unpaid=result.unpaid,
             )
             for result in results
         ),

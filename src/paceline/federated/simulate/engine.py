@@ -207,7 +207,7 @@ class FederationSimulation:
         while now_s <= budget_s and server.version < rounds:
             online = self._world.online(now_s)
             self._came_online |= online
-            for action in server.advance(now_s, online):
+            for action in server.advance(now_s, online, rounds):
                 if isinstance(action, StartClient):
                     self._start(now_s, action)
             if server.monitor.evaluations and server.monitor.final >= target:

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from paceline.core.record import Record
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UnpaidRow:
-    """Updates of a client that were not used or did not come.
+class UnpaidWork(Record):
+    """What a client did not get paid for: updates that were not used or did not come.
 
     Attributes:
         client: its id.
@@ -84,7 +86,7 @@ class FederationRun:
     worst_clients: float = 0.0
     by_class: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
     by_group: dict[str, np.ndarray] = field(default_factory=dict)
-    unpaid: tuple[UnpaidRow, ...] = ()
+    unpaid: tuple[UnpaidWork, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
