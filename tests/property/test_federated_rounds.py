@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.federated.clients import Profiler, Timing
+from paceline.federated.monitor import Evaluation
 from paceline.federated.rounds import (
     Aggregate,
     CancelClient,
@@ -14,7 +15,6 @@ from paceline.federated.rounds import (
     RoundOptions,
     StartClient,
 )
-from paceline.federated.monitor import Evaluation
 from paceline.federated.selection import Goals, GoalSelector, OortSelector, RandomSelector
 from paceline.federated.server import FederationServer
 from paceline.federated.strategies import make_strategy
