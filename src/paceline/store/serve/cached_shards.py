@@ -119,7 +119,12 @@ class CachedShards:
                     target=self._fill, name="paceline-cache", daemon=True
                 )
                 self._filler.start()
-            self._condition.notify_all()
+            self._look_again()
+
+    def _look_again(self) -> None:
+        """Have the filler see what changed; until it has, nobody knows that nothing is left."""
+        self._is_idle = False
+        self._condition.notify_all()
 
     def announce(self, count: int) -> None:
         """Take note that the next `count` samples of the order are about to be read.
@@ -132,7 +137,7 @@ class CachedShards:
                 self._read = max(self._read, self._announced - sum(self._announcements))
             self._announced += count
             self._announcements.append(count)
-            self._condition.notify_all()
+            self._look_again()
 
     def note_read(self, count: int) -> None:
         """Take note that so many samples of the order were read."""
@@ -140,7 +145,7 @@ class CachedShards:
             return
         with self._condition:
             self._read = min(self._read + count, self._announced)
-            self._condition.notify_all()
+            self._look_again()
 
     def fetch(
         self, plan: ExtentPlan, items: NDArray[np.int64], out: NDArray[np.uint8]
