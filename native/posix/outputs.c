@@ -184,22 +184,16 @@ static void pause_ms(long ms) {
   nanosleep(&pause, NULL);
 }
 
-/* Connects to FOLDER/socket; an errno. A path that is longer than an address can be goes through the folder. */
+/* Connects to FOLDER/socket; an errno. Through the folder: its path may be longer than an address can be. */
 static int try_connect(int server, const Mount* mount) {
   struct sockaddr_un target = {.sun_family = AF_UNIX};
   char path[PATH_MAX];
-  int folder = -1;
-  const int length = (int)(mount->tree_length - 5);
-  if ((size_t)length + sizeof "/socket" <= sizeof target.sun_path) {
-    snprintf(target.sun_path, sizeof target.sun_path, "%.*s/socket", length, mount->tree);
-  } else {
-    snprintf(path, sizeof path, "%.*s", length, mount->tree);
-    folder = REAL(open)(path, O_PATH | O_DIRECTORY | O_CLOEXEC);
-    if (folder < 0) return errno;
-    snprintf(target.sun_path, sizeof target.sun_path, "/proc/self/fd/%d/socket", folder);
-  }
+  snprintf(path, sizeof path, "%.*s", (int)(mount->tree_length - 5), mount->tree);
+  const int folder = REAL(open)(path, O_PATH | O_DIRECTORY | O_CLOEXEC);
+  if (folder < 0) return errno;
+  snprintf(target.sun_path, sizeof target.sun_path, "/proc/self/fd/%d/socket", folder);
   const int problem = connect(server, (struct sockaddr*)&target, sizeof target) == 0 ? 0 : errno;
-  if (folder >= 0) REAL(close)(folder);
+  REAL(close)(folder);
   return problem;
 }
 
@@ -487,8 +481,7 @@ static int await_room(DrainRoom* room, uint64_t size, const char* path) {
               (unsigned long long)room->wait_ms / 1000);
       return ENOSPC;
     }
-    const struct timespec pause = {0, look_ms * 1000000L};
-    nanosleep(&pause, NULL);
+    pause_ms(look_ms);
   }
 }
 

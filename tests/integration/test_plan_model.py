@@ -69,6 +69,16 @@ def test_a_model_that_does_not_fit_says_so():
     assert "does not fit: every rank needs" in shown
 
 
+def test_parameters_take_the_bytes_of_their_precision():
+    """The report tells by them whether the model that was planned is the one that was trained."""
+    flags = ("--model", BIG, "--machine", "dgx-h100", "--batch", "64", "--json")
+    found = {
+        precision: json.loads(run(*flags, "--precision", precision))["trained_parameter_bytes"]
+        for precision in ("bfloat16", "float32")
+    }
+    assert found["float32"] == 2 * found["bfloat16"] > 0
+
+
 def test_the_library_is_listed():
     assert "NVIDIA A100 SXM4 80 GB" in run("--machines")
     listed = json.loads(run("--machines", "--json"))
@@ -80,6 +90,7 @@ def test_the_library_is_listed():
     [
         (("--model", BIG, "--ranks", "4"), UsageError, "--ranks has no effect on an architecture"),
         (("--model", BIG, "--compute", "rates"), UsageError, "--compute has no effect"),
+        (("--model", BIG, "--fit", "8GiB"), UsageError, "--fit has no effect"),
         (("--nodes", "3"), UsageError, "--nodes has an effect with --model"),
         ((), UsageError, "there is no model to plan"),
         (("x.py:step", "--model", BIG), UsageError, "of a script's function or of an architecture"),

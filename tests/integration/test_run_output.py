@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -316,10 +315,10 @@ def test_what_a_lost_node_wrote_is_read_from_the_shared_folder(tmp_path):
 
 
 def test_a_full_disk_is_an_error_of_the_write_and_of_nothing_else(tmp_path):
-    local = Path(tempfile.mkdtemp(prefix="run-"))
+    local = tmp_path / "local"
+    local.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", local]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
-        local.rmdir()
         pytest.skip("no mount of a small file system here")
     script = (
         'head -c 300000 /dev/zero >"$1/fits"; head -c 3000000 /dev/zero >"$1/large"; echo $?; '
@@ -337,7 +336,6 @@ def test_a_full_disk_is_an_error_of_the_write_and_of_nothing_else(tmp_path):
         assert list(local.iterdir()) == []
     finally:
         subprocess.run(["umount", local], check=True)
-        local.rmdir()
 
 
 def test_data_stays_read_only_beside_an_output(tmp_path):

@@ -94,7 +94,7 @@ def refuse_other_flags(target: str | None, flags: dict[str, Any]) -> None:
         is_given = source is click.core.ParameterSource.COMMANDLINE
         if is_given and name not in _SHARED and name not in flags:
             raise UsageError(
-                f"--{name.replace('_', '-')} has no effect on an architecture",
+                f"{_flag_of(name)} has no effect on an architecture",
                 where="paceline plan --model",
                 fix="Leave it out; see --help for the flags of --model",
             )
@@ -110,12 +110,18 @@ def refuse_transformer_flags(target: str | None, flags: dict[str, Any]) -> None:
 
     given = [name for name, value in flags.items() if value is not None]
     if given or target is None:
-        flag = f"--{given[0].replace('_', '-')}" if given else ""
+        flag = _flag_of(given[0]) if given else ""
         raise UsageError(
             f"{flag} has an effect with --model" if given else "there is no model to plan",
             where=f"paceline plan {flag}".strip(),
             fix="Give --model, or leave it out" if given else "Give FILE.py:FUNCTION or --model",
         )
+
+
+def _flag_of(name: str) -> str:
+    """Return the flag, as users write it, that sets a parameter of the current command."""
+    flags = {param.name: param.opts for param in click.get_current_context().command.params}
+    return max(flags[name], key=len)
 
 
 def print_machines(*, as_json: bool) -> None:

@@ -46,6 +46,11 @@ class StateBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
+def parameter_bytes(plan: Plan) -> int:
+    """Return the bytes of one parameter that the passes compute with."""
+    return 4 if plan.precision == "float32" else 2
+
+
 def state_bytes(parameters: float, plan: Plan) -> StateBytes:
     """Return the state of `parameters` that a tensor- and pipeline-parallel rank holds.
 
@@ -57,7 +62,7 @@ def state_bytes(parameters: float, plan: Plan) -> StateBytes:
     gradient = 4 if wide or plan.reduce_precision == "float32" else 2
     optimizer = ADAM_BYTES["moments"] + (0 if wide else ADAM_BYTES["master"])
     return StateBytes(
-        parameters=parameters * (4 if wide else 2) * share[2],
+        parameters=parameters * parameter_bytes(plan) * share[2],
         gradients=parameters * gradient * share[1],
         optimizer=parameters * optimizer * share[0],
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.estimate import Estimate
 from paceline.perf.transformer.efficiency import FIGURES, efficiency_of
-from paceline.perf.transformer.memory import rank_memory, rank_parameters
+from paceline.perf.transformer.memory import parameter_bytes, rank_memory, rank_parameters
 from paceline.perf.transformer.network import Network, inside_level
 from paceline.perf.transformer.reliability import checkpoint_plan, straggler_wait_s
 from paceline.perf.transformer.step import check, step_times
@@ -112,9 +112,7 @@ def estimate_transformer(
         high_s=step_s * spread,
         memory_bytes=memory,
         link_bytes=link_bytes(model, plan, microbatch, network, inside_level(machine)),
-        trained_parameter_bytes=round(
-            max(rank_parameters(model, plan)) * (4 if plan.precision == "float32" else 2)
-        ),
+        trained_parameter_bytes=round(max(rank_parameters(model, plan)) * parameter_bytes(plan)),
         limit=max(shares, key=lambda name: shares[name]),
         shares=shares,
         sources=_sources(reached),

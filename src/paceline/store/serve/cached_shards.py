@@ -121,11 +121,6 @@ class CachedShards:
                 self._filler.start()
             self._look_again()
 
-    def _look_again(self) -> None:
-        """Have the filler see what changed; until it has, nobody knows that nothing is left."""
-        self._is_idle = False
-        self._condition.notify_all()
-
     def announce(self, count: int) -> None:
         """Take note that the next `count` samples of the order are about to be read.
 
@@ -191,6 +186,11 @@ class CachedShards:
         if self._filler is not None:
             self._filler.join()
         self._shards.close()
+
+    def _look_again(self) -> None:
+        """Have the filler see what changed; until it has, nobody knows that nothing is left."""
+        self._is_idle = False
+        self._condition.notify_all()
 
     def _fill(self) -> None:
         while (step := self._wait_for_step()) is not None:
