@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _BLOCKS_AGAIN = 3
+_MOMENT_S = 0.01
 _ATTEMPT_DEADLINE_S = 600.0
 _MAX_SHOWN = 20
 
@@ -219,8 +220,12 @@ class _Campaign:
             os._exit(code)  # the parent's buffers and handlers are not this process's
 
     def _follow(self, reader: int, reached: int, target: int | None) -> int:
-        """Read acknowledgements until the target, and for a random moment longer."""
+        """Read acknowledgements until the target, and for a random moment longer.
+
+        The moment is two blocks at most: a writer that is fast would leave no room for other kills.
+        """
         deadline_s = self._clock.now_s() + _ATTEMPT_DEADLINE_S
+        first_s, blocks, most_s = 0.0, 0, _MOMENT_S
         while target is None or reached < target:
             left_s = deadline_s - self._clock.now_s()
             if left_s <= 0 or not select.select([reader], [], [], left_s)[0]:
@@ -230,7 +235,13 @@ class _Campaign:
             if not numbers:  # it has ended
                 return reached
             reached = max(reached, *numbers)
-        moment_s = self._clock.now_s() + self._rng.uniform(0, 0.01)
+            now_s = self._clock.now_s()
+            if blocks:
+                most_s = min(_MOMENT_S, 2 * (now_s - first_s) / blocks)
+            else:
+                first_s = now_s
+            blocks += len(numbers)
+        moment_s = self._clock.now_s() + self._rng.uniform(0, most_s)
         while (left_s := moment_s - self._clock.now_s()) > 0:
             if select.select([reader], [], [], left_s)[0]:
                 numbers = _acknowledged(os.read(reader, 1 << 16))
