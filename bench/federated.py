@@ -320,6 +320,7 @@ def selector(report):
         loss=rng.lognormal(0, 1, many),
         samples=rng.integers(20, 600, many),
         surprise=rng.lognormal(0, 1, many),
+        answers=np.ones(many),
         last_round=rng.integers(0, 100, many),
         round=100,
         accuracy=tuple(np.linspace(0.1, 0.8, 50)),

@@ -113,10 +113,17 @@ class FederationServer:
             return
         self.controller.arrived(now_s, client, update, timing)
 
-    def lost(self, now_s: float, client: int, reason: str = "its work was lost") -> None:
-        """Note that a client's work was lost."""
+    def lost(
+        self, now_s: float, client: int, reason: str = "its work was lost", *, left: bool = False
+    ) -> None:
+        """Note that a client's work was lost, and whether the client has left."""
         self._note(client, "lost", reason)
-        self.controller.lost(now_s, client)
+        self.controller.lost(now_s, client, left=left)
+
+    def lacked_memory(self, now_s: float, client: int, reason: str) -> None:
+        """Note that a client that works has too little memory for the training."""
+        self._note(client, "memory", reason)
+        self.controller.lacked_memory(now_s, client)
 
     def refuse(self, now_s: float, client: int, check: str, reason: str) -> None:
         """Refuse what a client that works has sent; nobody waits for it any more.

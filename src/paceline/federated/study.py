@@ -166,6 +166,7 @@ def simulate(
         slow = np.isin(data.labels, config.data.slow_classes)
         world.order_by(np.array([slow[part].mean() for part in parts]))
     chosen = make_strategy(strategy, config.cohort, config.goals)
+    world.draw_memory(make_generator(seed, "memory"))
     simulation = FederationSimulation(
         data, parts, world, chosen, work=config.work, seed=seed, faults=config.faults, pay=pay
     )

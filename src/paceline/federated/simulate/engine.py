@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -49,12 +49,14 @@ class ClientWork(Record):
         model_bytes: of the model on the wire, one way.
     """
 
+        memory_mib: that training takes; where devices have a `memory_mib`.
     batch: int = 20
     epochs: float = 1.0
     learning_rate: float = 0.02
     model_bytes: int = 2_000_000
 
     def steps(self, samples: int) -> int:
+    memory_mib: float = 256.0
         """Return the steps of a client with so many samples."""
         return max(1, round(self.epochs * samples / self.batch))
 
@@ -122,6 +124,7 @@ class _Done(NamedTuple):
 
 class FederationSimulation:
     """A federation of simulated clients.
+    lacks_memory: str = ""  # a clause with the numbers
 
     Args:
         data: of all clients, and to evaluate with.
@@ -161,6 +164,8 @@ class FederationSimulation:
             strategy.rounds,
             strategy.make_selector(make_generator(seed, "selection")),
             profiler,
+            if np.isfinite(world.memory_bytes[client]):
+                profiler.memory.claim(client, world.memory_bytes[client])
             self._steps * self._work.batch,
             2 * self._work.model_bytes,
         )
@@ -232,14 +237,24 @@ class FederationSimulation:
         timing, seconds = self._world.timing(action.client, samples, self._work.model_bytes, now_s)
         lost = self._world.is_lost()
         self._sent_bytes += self._work.model_bytes
-        if action.client in self._faults.silent:
-            return
         done = _Done(action.client, action.version, None if lost else timing)
         heapq.heappush(self._events, (now_s + seconds, next(self._order), done))
 
     def _wait(self, now_s: float) -> float:
         """Move on to the next thing that happens, take it, and return its time."""
         controller = self._server.controller
+        needed, free = self._work.memory_mib, self._world.free_bytes(action.client, now_s) / 2**20
+        if free < needed:
+            seconds = timing.waiting_s + timing.transfer_s / 2  # it finds out after the download
+            reason = f"{free:.0f} MiB of memory are free, and training takes {needed:.0f} MiB"
+            done = done._replace(lacks_memory=reason)
+        elif math.isfinite(free) and done.timing is not None:
+            done = done._replace(timing=replace(timing, peak_bytes=round(needed * 2**20)))
+        if action.client in self._faults.silent or (
+            self._world.options.leaving_loses
+            and not self._world.stays(action.client, now_s, seconds)
+        ):
+            return
         deadline_s = controller.next_deadline_s
         done_s = self._events[0][0] if self._events else math.inf
         times = [done_s, math.inf if deadline_s is None else deadline_s]
@@ -250,6 +265,7 @@ class FederationSimulation:
             _, _, done = heapq.heappop(self._events)
             if self._server.waits_for(done.client, done.version):
                 self._take(done_s, done)
+            times.append(controller.profiler.memory.next_try_s(now_s))
         return max(now_s, next_s)
 
     def _take(self, now_s: float, done: _Done) -> None:
@@ -258,6 +274,9 @@ class FederationSimulation:
             return
         update = self._faults.spoil(done.client, self._trained(done.client, done.version))
         self._sent_bytes += self._work.model_bytes
+        if done.lacks_memory:
+            self._server.lacked_memory(now_s, done.client, done.lacks_memory)
+            return
         self._server.arrived(now_s, done.client, update, done.timing)
 
     def _trained(self, client: int, version: int) -> ModelUpdate:

@@ -55,7 +55,9 @@ def _over_time(run: FederationRun, name: str, title: str, lines: dict[str, np.nd
     end_s = float(run.at_s[-1])
     marks, labels = vertical_scale(1.0, 5, _HEIGHT_PX, "accuracy", ".1f")
     for index, values in enumerate(lines.values()):
-        marks.append(svg.polyline(_points(run.at_s / end_s * FIELD, values), numbered_line(index)))
+        known = np.isfinite(values)
+        points = _points(run.at_s[known] / end_s * FIELD, values[known])
+        marks.append(svg.polyline(points, numbered_line(index)))
     return Chart(
         name=name,
         title=title,

@@ -43,7 +43,8 @@ _GROUPS = (
 )
 _UNPAID = (
     "Updates that were not used or did not come, and so were not paid. Lost: the client's work "
-    "did not arrive. Deadline: no answer within four times the expected seconds."
+    "did not arrive. Deadline: no answer within four times the expected seconds. Memory: the "
+    "client's did not suffice."
 )
 
 
