@@ -192,7 +192,7 @@ def _run(job, folder):
     reached = result.to_target_s and round(result.to_target_s)
     name = " ".join(filter(None, (job.section, job.goal, job.strategy)))
     tell(f"  {name}, seed {job.seed}: {reached} s ({time.perf_counter() - begin:.0f} s)")
-    return job, replace(result, curve=(), returned=())
+    return job, replace(result, curve=(), returned=(), cluster_of=())
 
 
 # ------------------------------------------------------------------ bars

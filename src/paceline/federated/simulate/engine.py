@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from paceline.federated.strategies import Strategy
     from paceline.federated.updates import Refusal
 
+_MOST_TESTED = 200  # samples of a client, on which it tests the model that it was sent
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientWork(Record):
@@ -47,16 +49,16 @@ class ClientWork(Record):
         epochs: passes over its samples.
         learning_rate: of SGD.
         model_bytes: of the model on the wire, one way.
+        memory_mib: that training takes; where devices have a `memory_mib`.
     """
 
-        memory_mib: that training takes; where devices have a `memory_mib`.
     batch: int = 20
     epochs: float = 1.0
     learning_rate: float = 0.02
     model_bytes: int = 2_000_000
+    memory_mib: float = 256.0
 
     def steps(self, samples: int) -> int:
-    memory_mib: float = 256.0
         """Return the steps of a client with so many samples."""
         return max(1, round(self.epochs * samples / self.batch))
 
@@ -69,6 +71,7 @@ class FederationOutcome(NamedTuple):
         seconds, rounds: that were simulated.
         returned: updates of each client that were used.
         came_online: whether each client was ever online.
+        cluster_of: the cluster of each client in the end; -1: none.
         spent_s: seconds that each client worked.
         wasted_s: of all clients, that was thrown away.
         sent_bytes: both ways, of all clients.
@@ -81,6 +84,7 @@ class FederationOutcome(NamedTuple):
     rounds: int
     returned: np.ndarray
     came_online: np.ndarray
+    cluster_of: np.ndarray
     spent_s: np.ndarray
     wasted_s: float
     sent_bytes: int
@@ -120,11 +124,11 @@ class _Done(NamedTuple):
     client: int
     version: int
     timing: Timing | None  # None: it was lost
+    lacks_memory: str = ""  # a clause with the numbers
 
 
 class FederationSimulation:
     """A federation of simulated clients.
-    lacks_memory: str = ""  # a clause with the numbers
 
     Args:
         data: of all clients, and to evaluate with.
@@ -160,12 +164,12 @@ class FederationSimulation:
         for client in range(len(parts)):
             link_s = (world.down_s[client] + world.up_s[client]) / 2
             profiler.claim(client, world.sample_s[client], link_s)
+            if np.isfinite(world.memory_bytes[client]):
+                profiler.memory.claim(client, world.memory_bytes[client])
         controller = RoundController(
             strategy.rounds,
             strategy.make_selector(make_generator(seed, "selection")),
             profiler,
-            if np.isfinite(world.memory_bytes[client]):
-                profiler.memory.claim(client, world.memory_bytes[client])
             self._steps * self._work.batch,
             2 * self._work.model_bytes,
         )
@@ -224,6 +228,7 @@ class FederationSimulation:
             rounds=server.version,
             returned=server.controller.returned.copy(),
             came_online=self._came_online,
+            cluster_of=server.clusters.cluster_of,
             spent_s=server.controller.spent_by_client_s,
             wasted_s=server.controller.wasted_s,
             sent_bytes=self._sent_bytes,
@@ -238,11 +243,6 @@ class FederationSimulation:
         lost = self._world.is_lost()
         self._sent_bytes += self._work.model_bytes
         done = _Done(action.client, action.version, None if lost else timing)
-        heapq.heappush(self._events, (now_s + seconds, next(self._order), done))
-
-    def _wait(self, now_s: float) -> float:
-        """Move on to the next thing that happens, take it, and return its time."""
-        controller = self._server.controller
         needed, free = self._work.memory_mib, self._world.free_bytes(action.client, now_s) / 2**20
         if free < needed:
             seconds = timing.waiting_s + timing.transfer_s / 2  # it finds out after the download
@@ -255,32 +255,39 @@ class FederationSimulation:
             and not self._world.stays(action.client, now_s, seconds)
         ):
             return
+        heapq.heappush(self._events, (now_s + seconds, next(self._order), done))
+
+    def _wait(self, now_s: float) -> float:
+        """Move on to the next thing that happens, take it, and return its time."""
+        controller = self._server.controller
         deadline_s = controller.next_deadline_s
         done_s = self._events[0][0] if self._events else math.inf
         times = [done_s, math.inf if deadline_s is None else deadline_s]
         if len(controller.working) < (self._most_working if self._is_buffered else 1):
             times.append(self._world.next_change_s())
+            times.append(controller.profiler.memory.next_try_s(now_s))
         next_s = min(times)
         if self._events and done_s == next_s:
             _, _, done = heapq.heappop(self._events)
             if self._server.waits_for(done.client, done.version):
                 self._take(done_s, done)
-            times.append(controller.profiler.memory.next_try_s(now_s))
         return max(now_s, next_s)
 
     def _take(self, now_s: float, done: _Done) -> None:
+        if done.lacks_memory:
+            self._server.lacked_memory(now_s, done.client, done.lacks_memory)
+            return
         if done.timing is None:
             self._server.lost(now_s, done.client)
             return
         update = self._faults.spoil(done.client, self._trained(done.client, done.version))
         self._sent_bytes += self._work.model_bytes
-        if done.lacks_memory:
-            self._server.lacked_memory(now_s, done.client, done.lacks_memory)
-            return
         self._server.arrived(now_s, done.client, update, done.timing)
 
     def _trained(self, client: int, version: int) -> ModelUpdate:
         part, before = self._parts[client], self._server.model_of(client)
+        few = part[:_MOST_TESTED]
+        predicted = self._classifier.probabilities(before, self._data.images[few]).argmax(1)
         steps = int(self._steps[client])
         after, loss = self._classifier.train(
             before,
@@ -298,6 +305,7 @@ class FederationSimulation:
             samples=int(self._sizes[client]),
             steps=steps,
             loss=loss,
+            accuracy=float((predicted == self._data.labels[few]).mean()),
         )
 
     def _evaluate(self, now_s: float, version: int, model: np.ndarray) -> Evaluation:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paceline.report.federation.figures import clusters_of
 from paceline.report.page import svg
 from paceline.report.page.chart import FIELD, Chart, line_sample, numbered_line, vertical_scale
 
@@ -49,6 +50,15 @@ def accuracy_by_group(run: FederationRun) -> Chart:
     """Return the accuracy of the global model for each group of clients, of one run."""
     lines = {f"{name} clients": values for name, values in run.by_group.items()}
     return _over_time(run, "groups", "Accuracy for groups of clients", lines)
+
+
+def accuracy_by_cluster(run: FederationRun) -> Chart:
+    """Return the accuracy for each cluster of clients over simulated time, of one run."""
+    lines = {
+        f"cluster {place}": run.by_cluster[:, number]
+        for place, (number, _) in enumerate(clusters_of(run), 1)
+    }
+    return _over_time(run, "clusters", "Accuracy for clusters of clients", lines)
 
 
 def _over_time(run: FederationRun, name: str, title: str, lines: dict[str, np.ndarray]) -> Chart:

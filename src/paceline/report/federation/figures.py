@@ -120,6 +120,28 @@ def by_group(report: FederationReport) -> tuple[list[str], list[list[str]]]:
     return ["strategy", *heads], rows
 
 
+def by_cluster(report: FederationReport) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows: accuracy for clusters of clients in the end, with the first seed."""
+    first = [runs[0] for runs in report.by_strategy.values() if runs[0].by_cluster.size]
+    rows = [[run.strategy, *(text for _, text in clusters_of(run))] for run in first]
+    most = max((len(row) - 1 for row in rows), default=0)
+    return ["strategy", *(f"cluster {number}" for number in range(1, most + 1))], [
+        [*row, *["-"] * (most + 1 - len(row))] for row in rows
+    ]
+
+
+def clusters_of(run: FederationRun) -> list[tuple[int, str]]:
+    """Return the numbers of a run's clusters, the poorest first, with accuracy and clients."""
+    last = np.nanmean(run.by_cluster[-_SMOOTHED:], axis=0)
+    return [
+        (
+            number,
+            f"{format_share(float(last[number]))} ({(run.cluster_of == number).sum()} clients)",
+        )
+        for number in np.argsort(last, kind="stable").tolist()
+    ]
+
+
 def unpaid(report: FederationReport) -> tuple[list[str], list[list[str]]]:
     """Return heads and rows: the clients with most updates that were not used or did not come."""
     found = [(run, row) for run in report.runs for row in run.unpaid]
