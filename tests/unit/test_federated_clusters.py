@@ -20,10 +20,9 @@ CLIENTS, PARAMETERS = 24, 3000
 
 def updates_of(families, rng, noise=0.5):
     """Return updates: what all have in common, what a family has, and noise."""
-    common = rng.standard_normal(PARAMETERS)
-    own = rng.standard_normal((families.max() + 1, PARAMETERS))
+    common, *own = np.random.default_rng(9).standard_normal((families.max() + 2, PARAMETERS))
     noises = noise * rng.standard_normal((families.size, PARAMETERS))
-    return (3 * common + own[families] + noises).astype(np.float32)
+    return (3 * common + np.stack(own)[families] + noises).astype(np.float32)
 
 
 def test_clients_with_alike_updates_are_a_cluster_and_keep_its_number():

@@ -1,6 +1,6 @@
 """Clusters of clients whose updates are alike, and how accurate the global model is for each.
 
-    update of a client -> sketch - mean sketch of all clients -> unit vector, smoothed over rounds
+    update of a client -> sketch - mean of the clients' last sketches -> unit vector
       -> k-means by cosine, from the centres of the last time -> mean of what the clients report
 
 Clients with alike data change the model alike: a cluster is found without anybody's labels. It
@@ -21,7 +21,6 @@ from paceline.federated.contribution.sketches import Sketcher
 _SIZE = 256  # buckets of a sketch
 _MOST = 4  # clusters
 _LEAST_CLIENTS = 3  # per cluster, on average
-_KEPT = 0.7  # of a client's direction at its next update
 _STEPS = 20  # of k-means, at most
 
 
@@ -55,8 +54,7 @@ class ClientClusters:
         sketch = self._sketcher.sketch(delta)
         self._sum += sketch - self._last.get(client, 0.0)
         self._last[client] = sketch
-        own = _unit(sketch - self._sum / len(self._last))
-        self._direction[client] = _unit(_KEPT * self._direction[client] + own)
+        self._direction[client] = _unit(sketch - self._sum / len(self._last))
         self._accuracy[client] = min(1.0, max(0.0, accuracy))
 
     def evaluate(self) -> tuple[float, ...]:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from paceline.federated.strategies import Strategy
     from paceline.federated.updates import Refusal
 
-_MOST_TESTED = 200  # samples of a client, on which it tests the model that it was sent
+_MOST_TESTED = 100  # samples of a client, on which it tests the model that it was sent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
