@@ -133,7 +133,7 @@ def test_clusters_are_listed_from_the_poorest_on():
     report = report_of(run_of("fast", 0, 20.0, **found), run_of("none", 0, None))
     heads, rows = by_cluster(report)
     assert heads == ["strategy", "cluster 1", "cluster 2"]
-    assert rows == [["fast", "30 % (1 clients)", "70 % (2 clients)"]]
+    assert rows == [["fast", "30 % (1 client)", "70 % (2 clients)"]]
     page = render_federation_page(report)
     assert 'id="clusters"' in page
     assert "nan" not in page.partition("<main>")[2].lower()

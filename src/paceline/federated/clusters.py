@@ -33,7 +33,8 @@ class ClientClusters:
     """
 
     def __init__(self, clients: int, parameters: int) -> None:
-        self._sketcher = Sketcher(parameters, size=_SIZE, seed=0)
+        self._parameters = parameters
+        self._sketcher: Sketcher | None = None  # until a client reports an accuracy
         self._rng = make_generator(0, "clusters")
         self._last: dict[int, np.ndarray] = {}  # sketches
         self._sum = np.zeros(_SIZE)  # of them
@@ -51,6 +52,8 @@ class ClientClusters:
         """Take an update, and the accuracy that its client reports; nan: it reports none."""
         if not np.isfinite(accuracy):
             return
+        if self._sketcher is None:
+            self._sketcher = Sketcher(self._parameters, size=_SIZE, seed=0)
         sketch = self._sketcher.sketch(delta)
         self._sum += sketch - self._last.get(client, 0.0)
         self._last[client] = sketch

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.report.units import format_share, significant
+from paceline.report.units import format_share, plural, significant
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -133,13 +133,11 @@ def by_cluster(report: FederationReport) -> tuple[list[str], list[list[str]]]:
 def clusters_of(run: FederationRun) -> list[tuple[int, str]]:
     """Return the numbers of a run's clusters, the poorest first, with accuracy and clients."""
     last = np.nanmean(run.by_cluster[-_SMOOTHED:], axis=0)
-    return [
-        (
-            number,
-            f"{format_share(float(last[number]))} ({(run.cluster_of == number).sum()} clients)",
-        )
-        for number in np.argsort(last, kind="stable").tolist()
-    ]
+    found = []
+    for number in np.argsort(last, kind="stable").tolist():
+        clients = plural(int((run.cluster_of == number).sum()), "client")
+        found.append((number, f"{format_share(float(last[number]))} ({clients})"))
+    return found
 
 
 def unpaid(report: FederationReport) -> tuple[list[str], list[list[str]]]:
