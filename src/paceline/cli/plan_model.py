@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 # Flags of scripts that have a meaning for an architecture too.
 _SHARED = ("model", "machine", "machines", "batch", "schedule", "out", "as_json")
+
+
+class NodeRange(click.ParamType):
+    """``N`` or ``FIRST..LAST``: numbers of nodes, ascending."""
+
+    name = "N or FIRST..LAST"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        """Return the first number, doubled until the last one, and the last one.
+
+        >>> NodeRange().convert("3..16", None, None)
+        (3, 6, 12, 16)
+        """
+        first, dots, last = str(value).partition("..")
+        if not first.isdecimal() or (dots and not last.isdecimal()) or int(first) < 1:
+            self.fail(f"'{value}' is no number of nodes from 1 and no range as 1..512", param, ctx)
+        nodes, most = int(first), int(last) if dots else int(first)
+        if most < nodes:
+            self.fail(f"'{value}' ends before it begins", param, ctx)
+        found = []
+        while nodes < most:
+            found.append(nodes)
+            nodes *= 2
+        return (*found, most)
 
 
 def transformer_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -28,7 +54,34 @@ def transformer_flags(command: Callable[..., None]) -> Callable[..., None]:
             "mistral, mpt, bloom, bert, vit, ...), an architecture as JSON, or numbers, as "
             "layers=24,hidden=2048,heads=16,vocab=50257,sequence=2048.",
         ),
-        click.option("--nodes", type=count, help="With --model: nodes, all devices of each."),
+        click.option(
+            "--nodes",
+            type=NodeRange(),
+            help="With --model: nodes, all devices of each; a range as 1..512 compares plans on its "
+            "first number of nodes, doubled until its last.",
+        ),
+        click.option(
+            "--search",
+            is_flag=True,
+            default=None,
+            help="With --model and --batch: compare all plans; flags that are given are fixed.",
+        ),
+        click.option(
+            "--scaling",
+            type=click.Path(path_type=Path, file_okay=False),
+            metavar="FOLDER",
+            help="With --model and a range of --nodes: the best plan at each size; writes "
+            "scaling.csv and scaling.svg.",
+        ),
+        click.option(
+            "--samples", type=count, help="With --scaling: samples of the whole training."
+        ),
+        click.option(
+            "--what-if",
+            metavar="CHANGES",
+            help="With --model: on another machine, as 'network x2, memory x0.5'; figures: compute, "
+            "bandwidth, memory, link, network.",
+        ),
         click.option("--sequence", type=count, help="With --model: tokens of a sample."),
         click.option("--microbatch", type=count, help="With --model: samples of a microbatch."),
         click.option("--tensor", type=count, help="With --model: ranks that share each layer."),
@@ -88,11 +141,8 @@ def refuse_other_flags(target: str | None, flags: dict[str, Any]) -> None:
             where=f"paceline plan {target} --model",
             fix="Leave out one of the two",
         )
-    context = click.get_current_context()
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        is_given = source is click.core.ParameterSource.COMMANDLINE
-        if is_given and name not in _SHARED and name not in flags:
+    for name in click.get_current_context().params:
+        if is_given(name) and name not in _SHARED and name not in flags:
             raise UsageError(
                 f"{_flag_of(name)} has no effect on an architecture",
                 where="paceline plan --model",
@@ -116,6 +166,12 @@ def refuse_transformer_flags(target: str | None, flags: dict[str, Any]) -> None:
             where=f"paceline plan {flag}".strip(),
             fix="Give --model, or leave it out" if given else "Give FILE.py:FUNCTION or --model",
         )
+
+
+def is_given(name: str) -> bool:
+    """Return whether the command line sets a parameter of the current command."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is click.core.ParameterSource.COMMANDLINE
 
 
 def _flag_of(name: str) -> str:
@@ -174,13 +230,34 @@ def print_transformer(
     if out is not None:
         prepare_output(out, FileKind.PLAN)
     given = {name: value for name, value in flags.items() if value is not None}
+    nodes = given.pop("nodes", (1,))
+    scaling, samples = given.pop("scaling", None), given.pop("samples", 0)
+    searches = given.pop("search", False) or len(nodes) > 1 or scaling is not None
     risks = Risks(
         jitter=given.pop("jitter", 0.0),
         node_failure_s=3600 * given.pop("node_failure_hours", 0.0),
     )
     architecture = make_architecture(model, sequence=given.pop("sequence", None))
     machine = load_machine(machine_path)
-    plan, batch = make_plan(machine, TransformerOptions(**given))
+    if changes := given.pop("what_if", None):
+        from dataclasses import replace
+
+        from paceline.perf.planner.changes import parse_changes, with_changes
+
+        machine = replace(
+            with_changes(machine, parse_changes(changes)), name=f"{machine.name}, {changes}"
+        )
+    if searches:
+        from paceline.cli.plan_search import make_space, print_scaling, print_search
+
+        space = make_space(nodes, given)
+        if scaling is None:
+            print_search(machine, architecture, space, risks, out=out, as_json=as_json)
+        else:
+            print_scaling(machine, architecture, space, risks, samples=samples,
+                          folder=scaling, as_json=as_json)  # fmt: skip
+        return
+    plan, batch = make_plan(machine, TransformerOptions(nodes=nodes[0], **given))
     estimate = estimate_transformer(machine, architecture, plan, batch, risks)
     if out is not None:
         commit_text(out, PlanFile(plan=plan, estimate=estimate).to_text())

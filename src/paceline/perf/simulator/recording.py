@@ -1,0 +1,207 @@
+"""Writes a simulation as the traces of a run, one file per rank, as a recorder would have.
+
+Then `trace`, `why` and `report` read a prediction as they read a measurement. A pass of a pipeline
+is a STAGE, without one a FORWARD or BACKWARD; in it lie the waits for messages and collectives, as
+they do in a recorded run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import UsageError
+from paceline.native import Recorder
+from paceline.perf.simulator.program import OperationKind
+from paceline.trace.format.events import COMMUNICATION, MAIN, RECV, SEND, Kind
+from paceline.trace.format.files import trace_name
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from paceline.perf.simulator.replay import Happening
+    from paceline.perf.simulator.simulation import Simulation
+    from paceline.schedules.pipeline import PipelineAction
+
+_START_NS = 10**9  # a clock that has run for a second: 0 means unknown to some tools
+_FLUSH_S = 60.0
+
+
+def write_run(simulation: Simulation, run: Path) -> Path:
+    """Write the trace of each rank below a run's folder; return the folder of traces.
+
+    Args:
+        simulation: by rank, recorded.
+        run: folder of the run, made where it is missing.
+
+    Raises:
+        UsageError: the simulation is by class, or nothing was recorded.
+        StorageError: a file cannot be written.
+    """
+    if len(simulation.actors.ranks) != simulation.world_size or not simulation.happenings[0]:
+        raise UsageError(
+            "a simulation by class, or without records, is no trace of all ranks",
+            where="write_run",
+            fix="Simulate with by='rank' and records=True",
+        )
+    folder = run / "trace"
+    folder.mkdir(parents=True, exist_ok=True)
+    for actor, rank in enumerate(simulation.actors.ranks):
+        path = folder / trace_name(rank)
+        path.unlink(missing_ok=True)
+        happenings = simulation.happenings[actor]
+        recorder = Recorder(
+            str(path),
+            rank,
+            simulation.world_size,
+            buffer_events=4 * len(happenings) + 16,
+            flush_interval_s=_FLUSH_S,
+        )
+        try:
+            _RankEvents(simulation, actor, recorder).write(happenings)
+            recorder.flush()
+        finally:
+            recorder.close()
+    return folder
+
+
+@dataclass(slots=True)
+class _RankEvents:
+    """The events of one rank."""
+
+    simulation: Simulation
+    actor: int
+    recorder: Recorder
+    _counts: dict[str, int] = field(default_factory=dict)  # of collectives, by group
+
+    def write(self, happenings: list[Happening]) -> None:
+        step, step_begin_s, at = 0, 0.0, 0
+        ends_s = self.simulation.ends_s[self.actor].tolist()
+        while at < len(happenings):
+            if happenings[at].step != step:
+                self._record(Kind.STEP, step_begin_s, ends_s[step], "step", step=step)
+                step_begin_s, step = ends_s[step], happenings[at].step
+            at = self._write_pass(happenings, at)
+        self._record(Kind.STEP, step_begin_s, ends_s[step], "step", step=step)
+
+    def _write_pass(self, happenings: list[Happening], at: int) -> int:
+        """Write a pass with all that lies in it, or what is none; return what comes next."""
+        begin_s = happenings[at].begin_s
+        if happenings[at].operation.kind == OperationKind.RECEIVE:
+            self._write_message(happenings[at])
+            at += 1
+        happening = happenings[at]
+        action = happening.operation.action
+        if happening.operation.kind == OperationKind.SEND:
+            self._write_message(happening)
+            return at + 1
+        if action is None:
+            return self._write_end_of_step(happening, at)
+        end_s = happening.end_s
+        while (at := at + 1) < len(happenings):
+            inner = happenings[at]
+            if inner.operation.kind not in (OperationKind.LAYERS, OperationKind.REPLICAS):
+                break
+            if inner.operation.action is None and self._is_pipeline:
+                break  # a pipeline's gradients are reduced after its last pass
+            self._write_collective(inner)
+            end_s = inner.end_s
+        self._write_action(action, begin_s, end_s, happening.step)
+        return at
+
+    @property
+    def _is_pipeline(self) -> bool:
+        return self.simulation.plan.mesh.pipeline > 1
+
+    def _write_end_of_step(self, happening: Happening, at: int) -> int:
+        if happening.operation.kind == OperationKind.REPLICAS:
+            self._write_collective(happening)
+        else:
+            self._record(
+                Kind.OPTIMIZER, happening.begin_s, happening.end_s, "optimizer", step=happening.step
+            )
+        return at + 1
+
+    def _write_action(
+        self, action: PipelineAction, begin_s: float, end_s: float, step: int
+    ) -> None:
+        if self._is_pipeline:
+            self._record(
+                Kind.STAGE,
+                begin_s,
+                end_s,
+                action.kind,
+                step=step,
+                amount=action.microbatch,
+                sequence=step + 1,
+                tag=action.stage,
+            )
+            return
+        kind = Kind.FORWARD if action.kind == "forward" else Kind.BACKWARD
+        self._record(kind, begin_s, end_s, action.kind, step=step)
+
+    def _write_message(self, happening: Happening) -> None:
+        operation, action = happening.operation, happening.operation.action
+        assert action is not None
+        number = action.stage * self.simulation.plan.microbatch_count + action.microbatch
+        peer = self.simulation.actors.ranks[
+            self.simulation.actors.peers[self.actor][operation.peer]
+        ]
+        place = {"step": happening.step, "group": "pipeline", "sequence": happening.step + 1,
+                 "peer": peer, "tag": 2 * number + (action.kind != "forward")}  # fmt: skip
+        if operation.kind == OperationKind.SEND:
+            end_s = happening.end_s
+            self._record(Kind.SEND, end_s, end_s, SEND, location=COMMUNICATION, **place)
+            return
+        self._record(Kind.WAIT, happening.begin_s, happening.end_s, RECV, **place)
+        begin_s = min(happening.begin_s, happening.ready_s)
+        self._record(Kind.RECV, begin_s, happening.end_s, RECV, location=COMMUNICATION, **place)
+
+    def _write_collective(self, happening: Happening) -> None:
+        actors = self.simulation.actors
+        if happening.operation.kind == OperationKind.LAYERS:
+            group = f"layers {actors.layers[self.actor]}"
+        else:
+            group = f"replicas {actors.replicas[self.actor]}"
+        self._counts[group] = sequence = self._counts.get(group, 0) + 1
+        for kind, location in ((Kind.COLLECTIVE, COMMUNICATION), (Kind.WAIT, MAIN)):
+            self._record(
+                kind,
+                happening.begin_s,
+                happening.end_s,
+                "all_reduce",
+                step=happening.step,
+                group=group,
+                sequence=sequence,
+                location=location,
+            )
+
+    def _record(
+        self,
+        kind: Kind,
+        begin_s: float,
+        end_s: float,
+        name: str,
+        *,
+        step: int,
+        amount: int = 0,
+        group: str = "",
+        sequence: int = 0,
+        peer: int = -1,
+        tag: int = 0,
+        location: int = MAIN,
+    ) -> None:
+        self.recorder.record(
+            int(kind),
+            location,
+            self.recorder.intern(name),
+            _START_NS + round(begin_s * 1e9),
+            _START_NS + round(end_s * 1e9),
+            amount,
+            self.recorder.define_group(group, ()),
+            sequence,
+            peer,
+            tag,
+            step,
+            0,
+        )

@@ -1,0 +1,158 @@
+"""A search of plans: bounds hold, the winner is that of pricing all, and the answer has reasons."""
+
+import dataclasses
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from paceline.cli.app import main
+from paceline.cli.plan_model import NodeRange
+from paceline.core.errors import UsageError
+from paceline.core.machine_file import library_machine
+from paceline.perf.planner import SearchSpace, search_plans
+from paceline.perf.planner.bounds import PlanBounds
+from paceline.perf.planner.candidates import BoundedPlans, PlanPricer
+from paceline.perf.transformer import Architecture
+from paceline.report.plan_search import plan_in_words
+
+SELENE = library_machine("selene")
+SMALL = Architecture(layers=6, hidden=512, heads=8, vocab=32000, sequence=2048)
+LARGE = Architecture(layers=48, hidden=8192, heads=64, vocab=51200, sequence=2048)
+MODELS = {
+    "small": (SMALL, 64, (1, 2)),
+    "uneven layers": (dataclasses.replace(SMALL, layers=7, tied=False), 48, (1,)),
+    "large": (LARGE, 128, (4,)),
+}
+
+
+def priced(machine, model, space):
+    pricer = PlanPricer(machine, model, space.batch, deadline_s=float("inf"))
+    return [pricer(plan) for plan in space.plans(machine, model)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_plan_is_faster_or_smaller_than_its_bounds(name):
+    model, batch, nodes = MODELS[name]
+    space = SearchSpace(batch=batch, nodes=nodes, fixed={})
+    bounds = PlanBounds(SELENE, model, batch)
+    plans = list(space.plans(SELENE, model))
+    pricer = PlanPricer(SELENE, model, batch, deadline_s=float("inf"))
+    for plan in plans[:: max(1, len(plans) // 300)]:
+        found = pricer(plan)
+        assert bounds.step_s(plan) <= found.step_s * (1 + 1e-9), plan
+        assert bounds.memory_bytes(plan) <= found.memory_bytes + 16, plan
+
+
+def test_the_front_is_that_of_pricing_every_plan():
+    space = SearchSpace(batch=64, nodes=(1, 2), fixed={"zero": 1, "context": 1})
+    everything = priced(SELENE, SMALL, space)
+    search = search_plans(SELENE, SMALL, space)
+    assert search.compared == len(everything) > search.priced
+    assert search.front[0].step_s == min(plan.step_s for plan in everything)
+    assert not search.left_out
+    for point in search.front:
+        assert not any(
+            other.step_s < point.step_s * (1 - 1e-9)
+            and other.devices <= point.devices
+            and other.memory_bytes <= point.memory_bytes
+            for other in everything
+        )
+
+
+def test_alternatives_name_what_each_choice_of_the_winner_is_worth():
+    space = SearchSpace(batch=64, nodes=(1,), fixed={"context": 1})
+    search = search_plans(SELENE, SMALL, space)
+    everything = priced(SELENE, SMALL, space)
+    winner = search.front[0].plan
+    exact = [item for item in search.alternatives if item.slower is not None and not item.is_bound]
+    assert {"tensor", "stages", "zero", "recompute"} <= {item.axis for item in exact}
+    for item in exact:
+        if item.axis != "tensor":
+            continue
+        best_s = min(plan.step_s for plan in everything
+                     if plan.plan.mesh.tensor == int(item.value))  # fmt: skip
+        assert item.slower == pytest.approx(best_s / search.front[0].step_s - 1)
+    assert all(item.value != str(winner.mesh.tensor) for item in exact if item.axis == "tensor")
+
+
+def test_what_is_given_is_fixed():
+    space = SearchSpace(batch=128, nodes=(4,), fixed={"tensor": 4, "stages": 2, "zero": 0})
+    plans = list(space.plans(SELENE, LARGE))
+    assert {(plan.mesh.tensor, plan.mesh.pipeline, plan.zero) for plan in plans} == {(4, 2, 0)}
+
+
+@pytest.mark.parametrize(
+    ("fixed", "words"),
+    [({"zero": 0}, "zero 1 in place of 0"), ({}, "nodes: a rank needs")],
+    ids=["a flag", "nodes"],
+)
+def test_where_nothing_fits_the_cheapest_change_is_named(fixed, words):
+    space = SearchSpace(batch=64, nodes=(1,), fixed={"tensor": 8, "microbatch": 1, **fixed})
+    if not fixed:
+        model = dataclasses.replace(LARGE, layers=400)
+    else:
+        model = dataclasses.replace(LARGE, layers=12, hidden=8192)
+        space = dataclasses.replace(space, fixed={"tensor": 1, "stages": 1, "context": 1, **fixed})
+    search = search_plans(SELENE, model, space)
+    assert not search.fits
+    assert search.best.needed_memory_bytes > search.best.available_memory_bytes
+    assert words in search.cheapest_change
+
+
+def test_a_search_that_runs_out_of_time_says_what_it_left_out():
+    space = SearchSpace(batch=64, nodes=(1,), fixed={"context": 1})
+    search = search_plans(SELENE, SMALL, space, budget_s=0.0)
+    assert search.priced == 0
+    assert search.left_out == search.fitting > 0
+
+
+def test_a_batch_that_nothing_divides_is_refused():
+    space = SearchSpace(batch=7, nodes=(2,), fixed={"tensor": 1, "stages": 1, "context": 1})
+    with pytest.raises(UsageError, match="no plan divides a batch of 7"):
+        BoundedPlans.of(space, SELENE, SMALL)
+
+
+def command(*flags):
+    model = "layers=6,hidden=512,heads=8,vocab=32000,sequence=2048"
+    return CliRunner().invoke(main, ["plan", "--model", model, "--machine", "selene", *flags])
+
+
+def test_the_command_prints_the_best_plan_and_writes_it(tmp_path):
+    out = tmp_path / "plan.json"
+    done = command("--nodes", "1..2", "--batch", "64", "--context", "1", "--out", str(out))
+    assert done.exit_code == 0, done.output
+    assert "plans compared" in done.output
+    assert "in place of the winner's" in done.output
+    written = json.loads(out.read_text())["plan"]
+    as_json = command("--search", "--batch", "64", "--nodes", "2", "--context", "1", "--json")
+    assert json.loads(as_json.stdout)["best"]["plan"]["nodes"] == 2
+    assert written["mesh"]["context"] == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--search",), "a search needs the samples of a step"),
+        (("--nodes", "4..2", "--batch", "8"), "ends before it begins"),
+        (("--nodes", "some"), "no number of nodes"),
+    ],
+)
+def test_wrong_ranges_and_missing_batches_are_refused(flags, words):
+    done = command(*flags)
+    assert done.exit_code == 2
+    assert words in done.output.replace("\n", " ") or words in str(done.exception)
+
+
+def test_a_range_of_nodes_doubles_until_its_end():
+    assert NodeRange().convert("1..512", None, None)[-2:] == (256, 512)
+    assert NodeRange().convert("24", None, None) == (24,)
+
+
+def test_a_plan_is_told_in_words():
+    space = SearchSpace(batch=64, nodes=(1,), fixed={"tensor": 2, "stages": 2, "zero": 3,
+                        "recompute": "full", "microbatch": 32, "schedule": "1f1b"})  # fmt: skip
+    plan = next(iter(space.plans(SELENE, SMALL)))
+    assert plan_in_words(plan) == (
+        "2 data x 2 tensor x 2 pipeline, 1 microbatch, 1f1b, zero 3, recompute full"
+    )
