@@ -52,9 +52,7 @@ def simulated(data, stages, microbatches, by, *, slow=False, jitter=0.0):
     mesh = Mesh(data=data, tensor=8, pipeline=stages)
     plan = Plan(mesh=mesh, nodes=mesh.world_size // 8, precision="bfloat16",
                 microbatches=microbatches, recompute="full", sequence_parallel=True)  # fmt: skip
-    disturbances = Disturbances(
-        slow=(SlowRank(rank=3, factor=1.2),) if slow else (), jitter=jitter
-    )
+    disturbances = Disturbances(slow=(SlowRank(rank=3, factor=1.2),) if slow else (), jitter=jitter)
     found = simulate(library_machine("selene"), model(), plan, data * microbatches, disturbances,
                      by=by)  # fmt: skip
     return {"ranks": mesh.world_size, "actors": len(found.actors.ranks),

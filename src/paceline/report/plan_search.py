@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.perf.planner.result import Alternative, PricedPlan
 
 MOST_ROWS = 12
+PER_AXIS = 2  # other values of an axis that are shown
 
 
 def render_search(search: PlanSearch, flops_per_sample: float) -> Group:
@@ -76,13 +77,14 @@ def plan_in_words(plan: Plan) -> str:
 
 def _front(search: PlanSearch) -> FittingTable:
     shown = _spread(search.front)
+    costs_differ = len({priced.plan.nodes for priced in search.front}) > 1
     rows = tuple(
         (
             f"{priced.plan.nodes:,}",
             plan_in_words(priced.plan),
             format_seconds(priced.step_s),
             format_bytes(priced.memory_bytes),
-            f"{priced.node_hours:,.1f}",
+            f"{priced.node_hours:,.1f}" if costs_differ else "",
         )
         for priced in shown
     )
@@ -105,9 +107,13 @@ def _spread(front: tuple[PricedPlan, ...]) -> list[PricedPlan]:
 
 
 def _alternatives(alternatives: tuple[Alternative, ...]) -> FittingTable:
+    """Return the best other values of each axis; they come sorted by axis and time."""
+    shown: dict[str, list[Alternative]] = {}
+    for item in alternatives:
+        shown.setdefault(item.axis, []).append(item)
     return FittingTable(
         heads=("in place of the winner's", "value", "step", "what grows"),
-        rows=tuple(_alternative_row(item) for item in alternatives),
+        rows=tuple(_alternative_row(item) for found in shown.values() for item in found[:PER_AXIS]),
         names=2,
     )
 
@@ -126,6 +132,10 @@ def _what_if(search: PlanSearch) -> list[str]:
         if not item.is_other:
             lines.append(f"{item.change}: the same plan wins")
             continue
-        gain = format_share(item.faster)
-        lines.append(f"{item.change}: {plan_in_words(item.plan)} wins, {gain} ahead of this one")
+        words = plan_in_words(item.plan)
+        if item.faster < 0:
+            slower = format_share(1 / (1 + item.faster) - 1)
+            lines.append(f"{item.change}: this one does not fit; {words} wins, {slower} slower")
+        else:
+            lines.append(f"{item.change}: {words} wins, {format_share(item.faster)} faster")
     return lines

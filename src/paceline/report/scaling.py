@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 def render_scaling(study: ScalingStudy) -> Group:
     """Return what ``paceline plan --scaling`` shows."""
-    trains = study.samples > 0
-    heads = ("nodes", "best plan", "limited by", "step", "90 %", "samples/s", "efficiency",
-             "node-h per 1M samples", *(("training",) if trains else ()))  # fmt: skip
+    bold = frozenset(k for k, point in enumerate(study.points) if point.nodes == study.knee)
     lines: list[RenderableType] = [
         Text(
             f"{printable(study.workload)} on {printable(study.machine)}, {study.batch:,} samples "
@@ -33,10 +31,19 @@ def render_scaling(study: ScalingStudy) -> Group:
         ),
         Text(),
         FittingTable(
-            heads=heads,
+            heads=("nodes", "step", "90 %", "efficiency", "node-h per 1M samples", "training"),
             rows=tuple(_row(study, point) for point in study.points),
+            bold=bold,
+        ),
+        Text(),
+        FittingTable(
+            heads=("nodes", "the fastest plan", "limited by"),
+            rows=tuple(
+                (f"{point.nodes:,}", plan_in_words(point.plan), printable(point.limit))
+                for point in study.points
+            ),
             names=3,
-            bold=frozenset(k for k, point in enumerate(study.points) if point.nodes == study.knee),
+            bold=bold,
         ),
         Text(),
     ]
@@ -48,17 +55,14 @@ def render_scaling(study: ScalingStudy) -> Group:
 
 
 def _row(study: ScalingStudy, point: ScalingPoint) -> tuple[str, ...]:
-    cells = (
+    return (
         f"{point.nodes:,}",
-        plan_in_words(point.plan),
-        printable(point.limit),
         format_seconds(point.step_s),
         f"{format_seconds(point.low_s)} to {format_seconds(point.high_s)}",
-        f"{point.samples_per_s:,.1f}",
         format_share(point.efficiency),
         f"{point.node_hours:,.1f}",
+        f"{study.training_s(point) / 3600:,.1f} h" if study.samples else "",
     )
-    return (*cells, format_seconds(study.training_s(point))) if study.samples else cells
 
 
 def scaling_csv(study: ScalingStudy) -> str:

@@ -65,9 +65,7 @@ class PlanBounds:
         backward_s = costs.layer_backward_s + costs.tensor_backward_s
         first, last, before = self._rank_layers(plan)
         last_s = max(last * forward_s + costs.output_forward_s, last * gather_s)
-        last_s += max(
-            last * backward_s + costs.output_backward_s, last * (gather_s + reduce_s)
-        )
+        last_s += max(last * backward_s + costs.output_backward_s, last * (gather_s + reduce_s))
         wait_s = before * max(forward_s, gather_s)
         if plan.schedule != "zero_bubble" or plan.stages_per_rank > 1:
             wait_s += before * max(backward_s, gather_s + reduce_s)

@@ -11,14 +11,16 @@ import numpy as np
 from paceline.core.errors import UsageError
 from paceline.perf.planner.bounds import PlanBounds
 from paceline.perf.planner.result import PricedPlan
+from paceline.perf.transformer.efficiency import efficiency_of
 from paceline.perf.transformer.memory import rank_memory
 from paceline.perf.transformer.step import step_times
+from paceline.core.plan import Plan
+from paceline.core.machine import Machine
+from paceline.perf.transformer.architecture import Architecture
+from paceline.perf.transformer.step import StepSeconds
 
 if TYPE_CHECKING:
-    from paceline.core.machine import Machine
-    from paceline.core.plan import Plan
     from paceline.perf.planner.space import SearchSpace
-    from paceline.perf.transformer.architecture import Architecture
 
 _SAMPLES = 1e6
 
@@ -31,13 +33,13 @@ class PlanPricer:
     model: Architecture
     batch: int
     deadline_s: float
-    _priced: dict[Plan, PricedPlan] = field(default_factory=dict)
+    _priced: dict[Plan, tuple[PricedPlan, StepSeconds]] = field(default_factory=dict)
 
     def __call__(self, plan: Plan) -> PricedPlan:
         """Return a plan's time and memory."""
         if plan not in self._priced:
             self._priced[plan] = self._price(plan)
-        return self._priced[plan]
+        return self._priced[plan][0]
 
     def __len__(self) -> int:
         return len(self._priced)
@@ -45,7 +47,18 @@ class PlanPricer:
     @property
     def plans(self) -> tuple[PricedPlan, ...]:
         """All that were priced."""
-        return tuple(self._priced.values())
+        return tuple(priced for priced, _ in self._priced.values())
+
+    def times(self, plan: Plan) -> StepSeconds:
+        """Return the seconds of a plan that was priced."""
+        return self._priced[plan][1]
+
+    def step_s_on(self, machine: Machine, plan: Plan) -> float:
+        """Return the seconds of a priced plan on another machine, its bubble's share unchanged."""
+        stretch = self.times(plan).stretch
+        efficiency = efficiency_of(machine.devices[0])
+        found = step_times(machine, self.model, plan, self.batch, efficiency, stretch)
+        return found.breakdown.total_s
 
     @property
     def capacity_bytes(self) -> int:
@@ -57,17 +70,19 @@ class PlanPricer:
         """Whether the search has had its time."""
         return time.monotonic() > self.deadline_s
 
-    def _price(self, plan: Plan) -> PricedPlan:
-        step_s = step_times(self.machine, self.model, plan, self.batch).breakdown.total_s
+    def _price(self, plan: Plan) -> tuple[PricedPlan, StepSeconds]:
+        times = step_times(self.machine, self.model, plan, self.batch)
+        step_s = times.breakdown.total_s
         microbatch = self.batch / plan.mesh.data / plan.microbatch_count
         ranks = rank_memory(self.model, plan, microbatch, self.machine.devices[0])
-        return PricedPlan(
+        priced = PricedPlan(
             plan=plan,
             step_s=step_s,
             memory_bytes=max(sum(kinds.values()) for kinds in ranks),
             devices=plan.nodes * self.machine.devices[0].count,
             node_hours=plan.nodes * step_s * _SAMPLES / self.batch / 3600,
         )
+        return priced, times
 
 
 @dataclass(frozen=True, slots=True)

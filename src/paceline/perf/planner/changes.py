@@ -1,10 +1,10 @@
 """Another machine: one with some figures multiplied, for "what if the network were twice as fast".
 
-    compute      peak rates of the devices
-    bandwidth    of their memory
-    memory       its size
-    link         bandwidth between the devices of a node
-    network      bandwidth between nodes
+compute      peak rates of the devices
+bandwidth    of their memory
+memory       its size
+link         bandwidth between the devices of a node
+network      bandwidth between nodes
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Axes, from the outside:
     tensor       divisors of the heads, at most `MOST_TENSOR` ranks
     stages       divisors of the other devices, at most one stage per layer
     context      divisors of the rest that leave `LEAST_TOKENS` tokens of a sequence to a rank
+    sequence_parallel    with tensor-parallel ranks: whether they share out the sequence as well
     microbatch   divisors of a replica's batch
     interleave   divisors of a stage's layers, where the microbatches are a multiple of the stages
     schedule     of a pipeline that is not interleaved
@@ -29,9 +30,12 @@ if TYPE_CHECKING:
     from paceline.perf.transformer.architecture import Architecture
 
 MOST_TENSOR = 64
-LEAST_TOKENS = 1024
+LEAST_TOKENS = 256
 MOST_INTERLEAVE = 12
-AXES = ("tensor", "stages", "context", "microbatch", "interleave", "schedule", "zero", "recompute")
+AXES = (
+    "tensor", "stages", "context", "sequence_parallel", "microbatch", "interleave", "schedule",
+    "zero", "recompute",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +58,9 @@ class SearchSpace:
         unknown = sorted(set(self.fixed) - known)
         if unknown or not self.nodes or min(self.nodes) < 1 or self.batch < 1:
             raise UsageError(
-                f"'{unknown[0]}' is no field of a plan" if unknown else "there is nothing to search",
+                f"'{unknown[0]}' is no field of a plan"
+                if unknown
+                else "there is nothing to search",
                 where="SearchSpace",
                 fix="Give a batch and numbers of nodes from 1",
             )
@@ -69,8 +75,10 @@ class SearchSpace:
                 replicas = devices // inner
                 if self.batch % replicas:
                     continue
-                chosen = replace(base, nodes=nodes, **mesh)
-                yield from self._with_passes(model, chosen, replicas)
+                shares = (True, False) if mesh["tensor"] > 1 else (False,)
+                for shared in self._values("sequence_parallel", shares):
+                    chosen = replace(base, nodes=nodes, sequence_parallel=shared, **mesh)
+                    yield from self._with_passes(model, chosen, replicas)
 
     def plans(self, machine: Machine, model: Architecture) -> Iterator[Plan]:
         """Yield each plan."""
@@ -80,7 +88,7 @@ class SearchSpace:
     def _values(self, name: str, found: Any) -> Any:  # noqa: ANN401 - of any axis
         return (self.fixed[name],) if name in self.fixed else found
 
-    def _meshes(self, model: Architecture, devices: int) -> Iterator[dict[str, int]]:
+    def _meshes(self, model: Architecture, devices: int) -> Iterator[dict[str, Any]]:
         widest = min(MOST_TENSOR, devices)
         for tensor in self._values("tensor", _divisors(model.heads, widest)):
             if devices % tensor or model.heads % tensor:
@@ -101,7 +109,9 @@ class SearchSpace:
         """Yield the options with each way to pass a batch through the stages."""
         share = self.batch // replicas
         fused = chosen.fused_attention
-        kinds = ("none", "operators", "full") if fused else ("none", "selective", "operators", "full")
+        kinds = (
+            ("none", "operators", "full") if fused else ("none", "selective", "operators", "full")
+        )
         zeros = (0, 1, 2, 3) if replicas * chosen.context > 1 else (0,)
         for microbatch in self._values("microbatch", _divisors(share, share)):
             if share % microbatch:

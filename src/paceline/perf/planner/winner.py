@@ -11,7 +11,6 @@ from paceline.perf.planner.bounds import PlanBounds
 from paceline.perf.planner.changes import with_changes
 from paceline.perf.planner.result import Alternative, WhatIf
 from paceline.perf.planner.space import AXES, SearchSpace
-from paceline.perf.transformer.step import step_times
 
 if TYPE_CHECKING:
     from paceline.core.estimate import Estimate
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from paceline.perf.planner.result import PricedPlan
     from paceline.perf.transformer.architecture import Architecture
 
-_PRICED_PER_VALUE = 12  # of an axis, to find the best of its plans
+_PRICED_PER_VALUE = 5  # of an axis, to find the best of its plans
 _COMPARED = 300  # fastest priced plans, on each other machine
 _MOST_NODES = 1 << 16
 GIB = 2**30
@@ -41,6 +40,7 @@ def axis_value(plan: Plan, axis: str) -> str:
         "tensor": plan.mesh.tensor,
         "stages": plan.mesh.pipeline,
         "context": plan.mesh.context,
+        "sequence_parallel": "yes" if plan.sequence_parallel else "no",
         "microbatch": f"{count} per replica",
         "interleave": plan.stages_per_rank,
         "schedule": plan.schedule,
@@ -97,7 +97,9 @@ def _alternative(
             best = priced
     if is_exact and best is None:
         missing = float(bounded.memory_bytes[indices].min()) - pricer.capacity_bytes
-        return Alternative(axis=axis, value=value, slower=None, missing_bytes=round(max(1, missing)))
+        return Alternative(
+            axis=axis, value=value, slower=None, missing_bytes=round(max(1, missing))
+        )
     seconds = best.step_s if best and is_exact else min(least_s, best.step_s if best else least_s)
     return Alternative(
         axis=axis,
@@ -110,10 +112,7 @@ def _alternative(
 
 def _grown_phase(pricer: PlanPricer, winner: PricedPlan, other: PricedPlan) -> str:
     """Return the phase of the step that takes more seconds than the winner's."""
-    ours, theirs = (
-        dict(step_times(pricer.machine, pricer.model, plan.plan, pricer.batch).breakdown.items())
-        for plan in (winner, other)
-    )
+    ours, theirs = (dict(pricer.times(plan.plan).breakdown.items()) for plan in (winner, other))
     grown = {name: theirs[name] - ours.get(name, 0.0) for name in theirs}
     name = max(grown, key=lambda key: grown[key])
     return name if grown[name] > 0 else ""
@@ -132,7 +131,7 @@ def what_if(pricer: PlanPricer, winner: PricedPlan) -> tuple[WhatIf, ...]:
             continue
         capacity = machine.devices[0].memory_bytes.value
         seconds = {
-            plan.plan: step_times(machine, pricer.model, plan.plan, pricer.batch).breakdown.total_s
+            plan.plan: pricer.step_s_on(machine, plan.plan)
             for plan in fastest
             if plan.memory_bytes <= capacity
         }
@@ -151,38 +150,43 @@ def cheapest_change(
 ) -> tuple[int, str]:
     """Return (least nodes, what to change) where no plan of a space fits.
 
-    Tried in this order: one fixed field freed, on the same nodes; more nodes, doubled until a plan
-    fits. The nodes are a power of two times the most that were asked for.
+    First one fixed field is freed, on the same nodes: the change after which a step is shortest.
+    Else there are more nodes: twice the most that were asked for, doubled until a plan fits.
     """
-    capacity = machine.devices[0].memory_bytes.value
+    freed = []
     for name in space.fixed:
-        if name not in AXES:
-            continue
-        freed = {key: value for key, value in space.fixed.items() if key != name}
-        plan, least = _smallest(machine, model, replace(space, fixed=freed))
-        if plan is not None and least <= capacity:
-            value = axis_value(plan, name)
-            return 0, f"{name} {value} in place of {space.fixed[name]}: a rank needs {_gib(least)}"
+        if name in AXES:
+            fixed = {key: value for key, value in space.fixed.items() if key != name}
+            found = _fastest_fitting(machine, model, replace(space, fixed=fixed))
+            if found is not None:
+                freed.append((found, name))
+    if freed:
+        (_, size, plan), name = min(freed, key=lambda item: item[0][0])
+        value = axis_value(plan, name)
+        return 0, f"{name} {value} in place of {space.fixed[name]}: a rank needs {_gib(size)}"
     nodes = max(space.nodes)
     while (nodes := 2 * nodes) <= _MOST_NODES:
-        wider = replace(space, nodes=(nodes,), batch=space.batch)
-        plan, least = _smallest(machine, model, wider)
-        if plan is not None and least <= capacity:
-            return nodes, f"{nodes} nodes: a rank needs {_gib(least)}"
+        found = _fastest_fitting(machine, model, replace(space, nodes=(nodes,)))
+        if found is not None:
+            return nodes, f"{nodes} nodes: a rank needs {_gib(found[1])}"
     needed = smallest.needed_memory_bytes
     return 0, f"a device with {_gib(needed)} of memory, or a smaller batch or sequence"
 
 
-def _smallest(
+def _fastest_fitting(
     machine: Machine, model: Architecture, space: SearchSpace
-) -> tuple[Plan | None, float]:
-    """Return the plan that needs least memory, and its bytes by the lower bound."""
+) -> tuple[float, int, Plan] | None:
+    """Return the (least seconds, least bytes, plan) of the fastest plan that may fit, by bounds."""
     bounds = PlanBounds(machine, model, space.batch)
-    best: tuple[Plan | None, float] = None, float("inf")
+    capacity = machine.devices[0].memory_bytes.value
+    best: tuple[float, int, Plan] | None = None
     for plan in space.plans(machine, model):
-        least = bounds.memory_bytes(plan)
-        if least < best[1]:
-            best = plan, least
+        size = bounds.memory_bytes(plan)
+        if size > capacity:
+            continue
+        seconds = bounds.step_s(plan)
+        if best is None or seconds < best[0]:
+            best = seconds, size, plan
     return best
 
 

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from paceline.perf.transformer.architecture import Architecture
 
 
+# Of a collective whose bytes are all hidden: that all ranks are there takes a message's latency.
+_MEETING_S = 1e-6
+
+
 class OperationKind(IntEnum):
     """What an operation does."""
 
@@ -86,7 +90,7 @@ def step_programs(
     boundaries_s = messages_s(model, plan, microbatch, network)
     whole = step_times(machine, model, plan, batch, reached, 1.0)
     ends = (
-        Operation(OperationKind.REPLICAS, whole.exposed["gradients"]),
+        Operation(OperationKind.REPLICAS, max(_MEETING_S, whole.exposed["gradients"])),
         Operation(OperationKind.COMPUTE, whole.breakdown.optimizer),
     )
     schedule = make_schedule(plan, ranks, plan.microbatch_count)
@@ -138,10 +142,10 @@ def _operations(
     seconds = passes.compute_s[action.kind][action.stage]
     found.append(Operation(OperationKind.COMPUTE, seconds, action))
     if plan.mesh.tensor * plan.mesh.context > 1:
-        exchange_s = passes.exchange_s[action.kind][action.stage]
+        exchange_s = max(_MEETING_S, passes.exchange_s[action.kind][action.stage])
         found.append(Operation(OperationKind.LAYERS, exchange_s, action))
     if plan.zero == 3 and plan.mesh.data * plan.mesh.context > 1:
-        found.append(Operation(OperationKind.REPLICAS, 0.0, action))
+        found.append(Operation(OperationKind.REPLICAS, _MEETING_S, action))
     target = _target(action, stages)
     if target is not None and target % ranks != rank:
         peer = target % ranks

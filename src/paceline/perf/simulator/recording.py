@@ -13,14 +13,24 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import UsageError
 from paceline.native import Recorder
 from paceline.perf.simulator.program import OperationKind
-from paceline.trace.format.events import COMMUNICATION, MAIN, RECV, SEND, Kind
+from paceline.trace.format.events import (
+    COMMUNICATION,
+    MAIN,
+    MAIN_NOT_RUNNING,
+    MAIN_RUNNING,
+    NOT_RUNNING,
+    RECV,
+    RUNNING,
+    SEND,
+    Kind,
+)
 from paceline.trace.format.files import trace_name
+from paceline.perf.simulator.simulation import Simulation
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from paceline.perf.simulator.replay import Happening
-    from paceline.perf.simulator.simulation import Simulation
     from paceline.schedules.pipeline import PipelineAction
 
 _START_NS = 10**9  # a clock that has run for a second: 0 means unknown to some tools
@@ -73,16 +83,27 @@ class _RankEvents:
     actor: int
     recorder: Recorder
     _counts: dict[str, int] = field(default_factory=dict)  # of collectives, by group
+    _computed_s: float = 0.0  # in the current step
 
     def write(self, happenings: list[Happening]) -> None:
-        step, step_begin_s, at = 0, 0.0, 0
+        step, begin_s, at = 0, 0.0, 0
         ends_s = self.simulation.ends_s[self.actor].tolist()
         while at < len(happenings):
             if happenings[at].step != step:
-                self._record(Kind.STEP, step_begin_s, ends_s[step], "step", step=step)
-                step_begin_s, step = ends_s[step], happenings[at].step
+                self._write_step(begin_s, ends_s[step], step)
+                begin_s, step = ends_s[step], happenings[at].step
             at = self._write_pass(happenings, at)
-        self._record(Kind.STEP, step_begin_s, ends_s[step], "step", step=step)
+        self._write_step(begin_s, ends_s[step], step)
+
+    def _write_step(self, begin_s: float, end_s: float, step: int) -> None:
+        """Write the step that ends; a simulated thread is on a core while it computes."""
+        counters = {RUNNING: self._computed_s, MAIN_RUNNING: self._computed_s,
+                    NOT_RUNNING: 0.0, MAIN_NOT_RUNNING: 0.0}  # fmt: skip
+        for name, seconds in counters.items():
+            amount = round(seconds * 1e9)
+            self._record(Kind.COUNTER, end_s, end_s, name, step=step, amount=amount)
+        self._computed_s = 0.0
+        self._record(Kind.STEP, begin_s, end_s, "step", step=step)
 
     def _write_pass(self, happenings: list[Happening], at: int) -> int:
         """Write a pass with all that lies in it, or what is none; return what comes next."""
@@ -92,6 +113,8 @@ class _RankEvents:
             at += 1
         happening = happenings[at]
         action = happening.operation.action
+        if happening.operation.kind == OperationKind.COMPUTE:
+            self._computed_s += happening.end_s - happening.begin_s
         if happening.operation.kind == OperationKind.SEND:
             self._write_message(happening)
             return at + 1

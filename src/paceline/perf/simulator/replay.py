@@ -16,13 +16,14 @@ import numpy as np
 from paceline.core.errors import InvalidSchedule
 from paceline.core.randomness import make_generator
 from paceline.perf.simulator.program import OperationKind
+from paceline.perf.simulator.actors import Actors
+from collections.abc import Sequence
+from paceline.perf.simulator.program import Operation
+from paceline.perf.simulator.disturbances import Disturbances
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-    from paceline.perf.simulator.actors import Actors
-    from paceline.perf.simulator.disturbances import Disturbances
-    from paceline.perf.simulator.program import Operation
 
 _COMPUTE, _SEND, _RECEIVE, _LAYERS, _REPLICAS = OperationKind
 _DRAWN_AT_ONCE = 4096

@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from paceline.core.errors import UsageError
-from paceline.perf.simulator.actors import all_ranks, rank_classes
+from paceline.core.plan import Plan
+from paceline.perf.simulator.actors import Actors, all_ranks, rank_classes
 from paceline.perf.simulator.disturbances import Disturbances
 from paceline.perf.simulator.program import step_programs
-from paceline.perf.simulator.replay import RankReplay
+from paceline.perf.simulator.replay import Happening, RankReplay
 
 if TYPE_CHECKING:
     from paceline.core.machine import Machine
-    from paceline.core.plan import Plan
-    from paceline.perf.simulator.actors import Actors
-    from paceline.perf.simulator.replay import Happening
     from paceline.perf.transformer.architecture import Architecture
 
 ReplayChoice = Literal["class", "rank"]
@@ -104,6 +102,4 @@ def simulate(
     programs = step_programs(machine, model, plan, batch)
     actors = rank_classes(plan.mesh, disturbances) if by == "class" else all_ranks(plan.mesh)
     found = RankReplay(actors, programs, disturbances, steps, records).run()
-    return Simulation(
-        plan=plan, actors=actors, ends_s=found.ends_s, happenings=found.happenings
-    )
+    return Simulation(plan=plan, actors=actors, ends_s=found.ends_s, happenings=found.happenings)
