@@ -71,7 +71,10 @@ def test_an_undisturbed_step_takes_what_the_closed_form_says(chosen):
     plan, batch = chosen
     simulated = simulate(SELENE, MODEL, plan, batch).step_s[0]
     predicted = step_times(SELENE, MODEL, plan, batch).breakdown.total_s
-    assert simulated == pytest.approx(predicted, rel=0.05)
+    # Of a backward pass in two parts, the simulation has the exchange between tensor-parallel ranks
+    # in the first one, where it is; the closed form has half of it in each.
+    close = 0.15 if plan.schedule == "zero_bubble" and plan.mesh.pipeline > 1 else 0.05
+    assert simulated == pytest.approx(predicted, rel=close)
 
 
 @settings(max_examples=40, deadline=None)

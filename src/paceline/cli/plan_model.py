@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _SHARED = ("model", "machine", "machines", "batch", "schedule", "out", "as_json")
 
 
-class NodeRange(click.ParamType):
+class NodeRange(click.ParamType[tuple[int, ...]]):
     """``N`` or ``FIRST..LAST``: numbers of nodes, ascending."""
 
     name = "N or FIRST..LAST"
@@ -57,8 +57,8 @@ def transformer_flags(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--nodes",
             type=NodeRange(),
-            help="With --model: nodes, all devices of each; a range as 1..512 compares plans on its "
-            "first number of nodes, doubled until its last.",
+            help="With --model: nodes, all devices of each; a range as 1..512 compares plans on "
+            "its first number of nodes, doubled until its last.",
         ),
         click.option(
             "--search",
@@ -79,8 +79,8 @@ def transformer_flags(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--what-if",
             metavar="CHANGES",
-            help="With --model: on another machine, as 'network x2, memory x0.5'; figures: compute, "
-            "bandwidth, memory, link, network.",
+            help="With --model: on another machine, as 'network x2, memory x0.5'; figures: "
+            "compute, bandwidth, memory, link, network.",
         ),
         click.option("--sequence", type=count, help="With --model: tokens of a sample."),
         click.option("--microbatch", type=count, help="With --model: samples of a microbatch."),

@@ -125,7 +125,7 @@ def print_scaling(
     def progress(nodes: int) -> None:
         click.echo(f"plan: comparing plans on {nodes} nodes", err=True)
 
-    study = scaling_study(machine, model, space, risks, samples=samples, progress=progress)
+    study = scaling_study(machine, model, space, risks, samples=samples, on_progress=progress)
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in (("scaling.csv", scaling_csv(study)), ("scaling.svg", scaling_svg(study))):
         commit_text(folder / name, text)

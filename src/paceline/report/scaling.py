@@ -26,7 +26,7 @@ def render_scaling(study: ScalingStudy) -> Group:
     lines: list[RenderableType] = [
         Text(
             f"{printable(study.workload)} on {printable(study.machine)}, {study.batch:,} samples "
-            f"per step at every size; the knee is at {study.knee:,} nodes",
+            f"per step at every size; {knee_in_words(study)}",
             style="bold",
         ),
         Text(),
@@ -52,6 +52,13 @@ def render_scaling(study: ScalingStudy) -> Group:
         if nodes:
             lines.append(Text(f"left out, {why}: {', '.join(map(str, nodes))} nodes"))
     return Group(*lines)
+
+
+def knee_in_words(study: ScalingStudy) -> str:
+    """Return where the knee is, or that it lies beyond the sizes of the study."""
+    if study.knee == study.points[-1].nodes:
+        return f"no knee up to {study.knee:,} nodes"
+    return f"knee: {study.knee:,} nodes"
 
 
 def _row(study: ScalingStudy, point: ScalingPoint) -> tuple[str, ...]:

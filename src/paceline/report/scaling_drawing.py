@@ -11,6 +11,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from paceline.report.page import svg
+from paceline.report.scaling import knee_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -115,9 +116,9 @@ def _knee(study: ScalingStudy, x: Callable[[float], float]) -> list[str]:
     limit = next(point.limit for point in study.points if point.nodes == study.knee)
     anchor = "end" if at > (_LEFT + _RIGHT) / 2 else "start"
     beside = at + (-6 if anchor == "end" else 6)
-    words = f"knee: {study.knee:,} nodes, limited by {limit}"
+    words = f"{knee_in_words(study)}, limited by {limit}"
     return [svg.line(at, _RATE[0], at, _SHARE[1], "knee"),
-            svg.text(beside, _RATE[0] + 12, words, "knee-name", anchor)]  # fmt: skip
+            svg.text(beside, _SHARE[1] - 10, words, "knee-name", anchor)]  # fmt: skip
 
 
 def _dot(place: Point) -> str:

@@ -1,7 +1,7 @@
 """Searches the plan of a transformer: which of all plans is fastest, smallest, cheapest, and why.
 
-`SearchSpace` says what is varied, `search_plans` returns a `PlanSearch`. Sits on `perf.transformer`,
-which prices one plan. No torch.
+`SearchSpace` says what is varied, `search_plans` returns a `PlanSearch`. Sits on
+`perf.transformer`, which prices one plan. No torch.
 """
 
 from paceline.perf.planner.result import PlanSearch

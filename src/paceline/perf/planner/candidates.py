@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.core.errors import UsageError
+from paceline.core.machine import Machine
+from paceline.core.plan import Plan
 from paceline.perf.planner.bounds import PlanBounds
 from paceline.perf.planner.result import PricedPlan
+from paceline.perf.transformer.architecture import Architecture
 from paceline.perf.transformer.efficiency import efficiency_of
 from paceline.perf.transformer.memory import rank_memory
-from paceline.perf.transformer.step import step_times
-from paceline.core.plan import Plan
-from paceline.core.machine import Machine
-from paceline.perf.transformer.architecture import Architecture
-from paceline.perf.transformer.step import StepSeconds
+from paceline.perf.transformer.step import StepSeconds, step_times
 
 if TYPE_CHECKING:
     from paceline.perf.planner.space import SearchSpace

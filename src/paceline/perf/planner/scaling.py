@@ -93,7 +93,7 @@ def scaling_study(
     *,
     samples: int = 0,
     budget_s: float = BUDGET_S,
-    progress: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> ScalingStudy:
     """Return the best plan at each of a space's numbers of nodes; the batch stays (strong scaling).
 
@@ -104,7 +104,7 @@ def scaling_study(
         risks: stragglers and failures; the useful share of the time counts in the throughput.
         samples: of the whole training.
         budget_s: of all searches together.
-        progress: is told the nodes that are searched next.
+        on_progress: called with the nodes that are searched next.
 
     Raises:
         MemoryExceeded: no plan fits at any size.
@@ -113,8 +113,8 @@ def scaling_study(
     points: list[ScalingPoint] = []
     too_small, indivisible = [], []
     for nodes in space.nodes:
-        if progress is not None:
-            progress(nodes)
+        if on_progress is not None:
+            on_progress(nodes)
         here = replace(space, nodes=(nodes,))
         if len(space.nodes) > 1 and next(here.options(machine, model), None) is None:
             indivisible.append(nodes)

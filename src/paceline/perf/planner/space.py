@@ -85,7 +85,7 @@ class SearchSpace:
         for options in self.options(machine, model):
             yield make_plan(machine, options)[0]
 
-    def _values(self, name: str, found: Any) -> Any:  # noqa: ANN401 - of any axis
+    def _values(self, name: str, found: Any) -> Any:
         return (self.fixed[name],) if name in self.fixed else found
 
     def _meshes(self, model: Architecture, devices: int) -> Iterator[dict[str, Any]]:
@@ -131,8 +131,8 @@ class SearchSpace:
 
     def _orders(self, model: Architecture, stages: int, count: int) -> Iterator[tuple[int, Any]]:
         orders = ("1f1b", "fill_drain", "zero_bubble") if stages > 1 else ("1f1b",)
-        for schedule in self._values("schedule", orders):
-            yield from ((1, schedule) for one in self._values("interleave", (1,)) if one == 1)
+        if 1 in self._values("interleave", (1,)):
+            yield from ((1, schedule) for schedule in self._values("schedule", orders))
         if stages == 1 or model.layers % stages or count % stages:
             return
         layers = model.layers // stages

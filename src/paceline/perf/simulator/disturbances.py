@@ -70,7 +70,8 @@ class Disturbances(Record):
     @property
     def ranks(self) -> frozenset[int]:
         """Ranks that differ from the others."""
-        return frozenset(item.rank for item in (*self.slow, *self.outages))
+        slow = {item.rank for item in self.slow}
+        return frozenset(slow | {item.rank for item in self.outages})
 
     def factor_of(self, rank: int) -> float:
         """Return the times that a rank's compute takes."""

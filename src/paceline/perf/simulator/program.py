@@ -49,7 +49,7 @@ class OperationKind(IntEnum):
     REPLICAS = 4
 
 
-class Operation(NamedTuple):
+class RankOperation(NamedTuple):
     """One operation of a rank.
 
     Attributes:
@@ -76,7 +76,7 @@ class _Passes:
 
 def step_programs(
     machine: Machine, model: Architecture, plan: Plan, batch: int
-) -> tuple[tuple[Operation, ...], ...]:
+) -> tuple[tuple[RankOperation, ...], ...]:
     """Return what each pipeline rank does in a step.
 
     Raises:
@@ -90,13 +90,13 @@ def step_programs(
     boundaries_s = messages_s(model, plan, microbatch, network)
     whole = step_times(machine, model, plan, batch, reached, 1.0)
     ends = (
-        Operation(OperationKind.REPLICAS, max(_MEETING_S, whole.exposed["gradients"])),
-        Operation(OperationKind.COMPUTE, whole.breakdown.optimizer),
+        RankOperation(OperationKind.REPLICAS, max(_MEETING_S, whole.exposed["gradients"])),
+        RankOperation(OperationKind.COMPUTE, whole.breakdown.optimizer),
     )
     schedule = make_schedule(plan, ranks, plan.microbatch_count)
     programs = []
     for rank, actions in enumerate(schedule.actions):
-        operations: list[Operation] = []
+        operations: list[RankOperation] = []
         for action in actions:
             operations += _operations(plan, action, rank, schedule.stages, passes, boundaries_s)
         programs.append((*operations, *ends))
@@ -131,28 +131,28 @@ def _operations(
     stages: int,
     passes: _Passes,
     boundaries_s: tuple[float, ...],
-) -> list[Operation]:
+) -> list[RankOperation]:
     """Return what one action needs, does and sends."""
     ranks = plan.mesh.pipeline
     found = []
     source = _source(action, stages)
     if source is not None and source.stage % ranks != rank:
         peer = source.stage % ranks
-        found.append(Operation(OperationKind.RECEIVE, 0.0, source, peer))
+        found.append(RankOperation(OperationKind.RECEIVE, 0.0, source, peer))
     seconds = passes.compute_s[action.kind][action.stage]
-    found.append(Operation(OperationKind.COMPUTE, seconds, action))
+    found.append(RankOperation(OperationKind.COMPUTE, seconds, action))
     if plan.mesh.tensor * plan.mesh.context > 1:
         exchange_s = max(_MEETING_S, passes.exchange_s[action.kind][action.stage])
-        found.append(Operation(OperationKind.LAYERS, exchange_s, action))
+        found.append(RankOperation(OperationKind.LAYERS, exchange_s, action))
     if plan.zero == 3 and plan.mesh.data * plan.mesh.context > 1:
-        found.append(Operation(OperationKind.REPLICAS, _MEETING_S, action))
+        found.append(RankOperation(OperationKind.REPLICAS, _MEETING_S, action))
     target = _target(action, stages)
     if target is not None and target % ranks != rank:
         peer = target % ranks
         # Interleaved stages go round: from the last rank to the first one over the longest way.
         near = abs(peer - rank) == 1
         seconds = boundaries_s[min(rank, peer)] if near else max(boundaries_s)
-        found.append(Operation(OperationKind.SEND, seconds, action, peer))
+        found.append(RankOperation(OperationKind.SEND, seconds, action, peer))
     return found
 
 

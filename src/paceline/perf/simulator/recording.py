@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import UsageError
-from paceline.native import Recorder
 from paceline.perf.simulator.program import OperationKind
+from paceline.perf.simulator.simulation import StepSimulation
 from paceline.trace.format.events import (
     COMMUNICATION,
-    MAIN,
     MAIN_NOT_RUNNING,
     MAIN_RUNNING,
     NOT_RUNNING,
@@ -24,8 +23,7 @@ from paceline.trace.format.events import (
     SEND,
     Kind,
 )
-from paceline.trace.format.files import trace_name
-from paceline.perf.simulator.simulation import Simulation
+from paceline.trace.format.writer import EventFields, TraceWriter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,10 +32,9 @@ if TYPE_CHECKING:
     from paceline.schedules.pipeline import PipelineAction
 
 _START_NS = 10**9  # a clock that has run for a second: 0 means unknown to some tools
-_FLUSH_S = 60.0
 
 
-def write_run(simulation: Simulation, run: Path) -> Path:
+def write_run(simulation: StepSimulation, run: Path) -> Path:
     """Write the trace of each rank below a run's folder; return the folder of traces.
 
     Args:
@@ -57,21 +54,10 @@ def write_run(simulation: Simulation, run: Path) -> Path:
     folder = run / "trace"
     folder.mkdir(parents=True, exist_ok=True)
     for actor, rank in enumerate(simulation.actors.ranks):
-        path = folder / trace_name(rank)
-        path.unlink(missing_ok=True)
         happenings = simulation.happenings[actor]
-        recorder = Recorder(
-            str(path),
-            rank,
-            simulation.world_size,
-            buffer_events=4 * len(happenings) + 16,
-            flush_interval_s=_FLUSH_S,
-        )
-        try:
-            _RankEvents(simulation, actor, recorder).write(happenings)
-            recorder.flush()
-        finally:
-            recorder.close()
+        most = 4 * len(happenings) + 5 * simulation.ends_s.shape[1]
+        with TraceWriter(folder, rank, simulation.world_size, most) as writer:
+            _RankEvents(simulation, actor, writer).write(happenings)
     return folder
 
 
@@ -79,9 +65,9 @@ def write_run(simulation: Simulation, run: Path) -> Path:
 class _RankEvents:
     """The events of one rank."""
 
-    simulation: Simulation
+    simulation: StepSimulation
     actor: int
-    recorder: Recorder
+    writer: TraceWriter
     _counts: dict[str, int] = field(default_factory=dict)  # of collectives, by group
     _computed_s: float = 0.0  # in the current step
 
@@ -100,10 +86,10 @@ class _RankEvents:
         counters = {RUNNING: self._computed_s, MAIN_RUNNING: self._computed_s,
                     NOT_RUNNING: 0.0, MAIN_NOT_RUNNING: 0.0}  # fmt: skip
         for name, seconds in counters.items():
-            amount = round(seconds * 1e9)
-            self._record(Kind.COUNTER, end_s, end_s, name, step=step, amount=amount)
+            fields = EventFields(amount=round(seconds * 1e9))
+            self._record(Kind.COUNTER, name, step, (end_s, end_s), fields)
         self._computed_s = 0.0
-        self._record(Kind.STEP, begin_s, end_s, "step", step=step)
+        self._record(Kind.STEP, "step", step, (begin_s, end_s))
 
     def _write_pass(self, happenings: list[Happening], at: int) -> int:
         """Write a pass with all that lies in it, or what is none; return what comes next."""
@@ -129,7 +115,7 @@ class _RankEvents:
                 break  # a pipeline's gradients are reduced after its last pass
             self._write_collective(inner)
             end_s = inner.end_s
-        self._write_action(action, begin_s, end_s, happening.step)
+        self._write_action(action, (begin_s, end_s), happening.step)
         return at
 
     @property
@@ -140,45 +126,36 @@ class _RankEvents:
         if happening.operation.kind == OperationKind.REPLICAS:
             self._write_collective(happening)
         else:
-            self._record(
-                Kind.OPTIMIZER, happening.begin_s, happening.end_s, "optimizer", step=happening.step
-            )
+            span = happening.begin_s, happening.end_s
+            self._record(Kind.OPTIMIZER, "optimizer", happening.step, span)
         return at + 1
 
-    def _write_action(
-        self, action: PipelineAction, begin_s: float, end_s: float, step: int
-    ) -> None:
+    def _write_action(self, action: PipelineAction, span: tuple[float, float], step: int) -> None:
         if self._is_pipeline:
-            self._record(
-                Kind.STAGE,
-                begin_s,
-                end_s,
-                action.kind,
-                step=step,
-                amount=action.microbatch,
-                sequence=step + 1,
-                tag=action.stage,
-            )
+            place = EventFields(amount=action.microbatch, sequence=step + 1, tag=action.stage)
+            self._record(Kind.STAGE, action.kind, step, span, place)
             return
         kind = Kind.FORWARD if action.kind == "forward" else Kind.BACKWARD
-        self._record(kind, begin_s, end_s, action.kind, step=step)
+        self._record(kind, action.kind, step, span)
 
     def _write_message(self, happening: Happening) -> None:
         operation, action = happening.operation, happening.operation.action
         assert action is not None
+        actors, step, end_s = self.simulation.actors, happening.step, happening.end_s
         number = action.stage * self.simulation.plan.microbatch_count + action.microbatch
-        peer = self.simulation.actors.ranks[
-            self.simulation.actors.peers[self.actor][operation.peer]
-        ]
-        place = {"step": happening.step, "group": "pipeline", "sequence": happening.step + 1,
-                 "peer": peer, "tag": 2 * number + (action.kind != "forward")}  # fmt: skip
+        place = EventFields(
+            group="pipeline",
+            sequence=step + 1,
+            peer=actors.ranks[actors.peers[self.actor][operation.peer]],
+            tag=2 * number + (action.kind != "forward"),
+        )
+        lane = place._replace(location=COMMUNICATION)
         if operation.kind == OperationKind.SEND:
-            end_s = happening.end_s
-            self._record(Kind.SEND, end_s, end_s, SEND, location=COMMUNICATION, **place)
+            self._record(Kind.SEND, SEND, step, (end_s, end_s), lane)
             return
-        self._record(Kind.WAIT, happening.begin_s, happening.end_s, RECV, **place)
+        self._record(Kind.WAIT, RECV, step, (happening.begin_s, end_s), place)
         begin_s = min(happening.begin_s, happening.ready_s)
-        self._record(Kind.RECV, begin_s, happening.end_s, RECV, location=COMMUNICATION, **place)
+        self._record(Kind.RECV, RECV, step, (begin_s, end_s), lane)
 
     def _write_collective(self, happening: Happening) -> None:
         actors = self.simulation.actors
@@ -187,44 +164,20 @@ class _RankEvents:
         else:
             group = f"replicas {actors.replicas[self.actor]}"
         self._counts[group] = sequence = self._counts.get(group, 0) + 1
-        for kind, location in ((Kind.COLLECTIVE, COMMUNICATION), (Kind.WAIT, MAIN)):
-            self._record(
-                kind,
-                happening.begin_s,
-                happening.end_s,
-                "all_reduce",
-                step=happening.step,
-                group=group,
-                sequence=sequence,
-                location=location,
-            )
+        span = happening.begin_s, happening.end_s
+        place = EventFields(group=group, sequence=sequence)
+        lane = place._replace(location=COMMUNICATION)
+        self._record(Kind.COLLECTIVE, "all_reduce", happening.step, span, lane)
+        self._record(Kind.WAIT, "all_reduce", happening.step, span, place)
 
     def _record(
         self,
         kind: Kind,
-        begin_s: float,
-        end_s: float,
         name: str,
-        *,
         step: int,
-        amount: int = 0,
-        group: str = "",
-        sequence: int = 0,
-        peer: int = -1,
-        tag: int = 0,
-        location: int = MAIN,
+        span: tuple[float, float],
+        fields: EventFields | None = None,
     ) -> None:
-        self.recorder.record(
-            int(kind),
-            location,
-            self.recorder.intern(name),
-            _START_NS + round(begin_s * 1e9),
-            _START_NS + round(end_s * 1e9),
-            amount,
-            self.recorder.define_group(group, ()),
-            sequence,
-            peer,
-            tag,
-            step,
-            0,
-        )
+        """Write an event; `span` is its begin and end in seconds."""
+        begin_ns, end_ns = (_START_NS + round(seconds * 1e9) for seconds in span)
+        self.writer.write(kind, name, step, (begin_ns, end_ns), fields or EventFields())

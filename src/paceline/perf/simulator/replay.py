@@ -8,6 +8,7 @@ between two ranks carries one message after another.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,11 +16,9 @@ import numpy as np
 
 from paceline.core.errors import InvalidSchedule
 from paceline.core.randomness import make_generator
-from paceline.perf.simulator.program import OperationKind
 from paceline.perf.simulator.actors import Actors
-from collections.abc import Sequence
-from paceline.perf.simulator.program import Operation
 from paceline.perf.simulator.disturbances import Disturbances
+from paceline.perf.simulator.program import OperationKind, RankOperation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,7 +39,7 @@ class Happening(NamedTuple):
         end_s: when it went on.
     """
 
-    operation: Operation
+    operation: RankOperation
     step: int
     begin_s: float
     ready_s: float
@@ -61,7 +60,7 @@ class ReplayedRanks:
 
 
 @dataclass(slots=True)
-class _Meeting:
+class _OpenCollective:
     latest_s: float = 0.0
     there: list[int] = field(default_factory=list)
 
@@ -79,7 +78,7 @@ class RankReplay:
     """
 
     actors: Actors
-    programs: Sequence[tuple[Operation, ...]]
+    programs: Sequence[tuple[RankOperation, ...]]
     disturbances: Disturbances
     steps: int
     records: bool = False
@@ -90,7 +89,7 @@ class RankReplay:
     _outages: list[tuple[tuple[float, float], ...]] = field(init=False)
     _arrivals: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
     _awaited: dict[int, tuple[object, ...]] = field(default_factory=dict)
-    _meetings: dict[tuple[int, int, int, int], _Meeting] = field(default_factory=dict)
+    _meetings: dict[tuple[int, int, int, int], _OpenCollective] = field(default_factory=dict)
     _link_free_s: dict[tuple[int, int], float] = field(default_factory=dict)
     _ready: deque[int] = field(init=False)
     _found: ReplayedRanks = field(init=False)
@@ -174,7 +173,7 @@ class RankReplay:
             at += 1
         self._at[actor], self._clock[actor] = at, now_s
 
-    def _send(self, actor: int, operation: Operation, now_s: float) -> None:
+    def _send(self, actor: int, operation: RankOperation, now_s: float) -> None:
         peer = self.actors.peers[actor][operation.peer]
         link = actor, peer
         begin_s = max(now_s, self._link_free_s.get(link, 0.0))
@@ -189,7 +188,7 @@ class RankReplay:
             del self._awaited[peer]
             self._ready.append(peer)
 
-    def _meet(self, actor: int, operation: Operation) -> float | None:
+    def _meet(self, actor: int, operation: RankOperation) -> float | None:
         """Return when a meeting ends; None if others are missing, who will wake the actor."""
         is_layers = operation.kind == _LAYERS
         groups, sizes = (
@@ -199,7 +198,7 @@ class RankReplay:
         )
         group = groups[actor]
         key = int(operation.kind), group, self._step[actor], self._at[actor]
-        meeting = self._meetings.setdefault(key, _Meeting())
+        meeting = self._meetings.setdefault(key, _OpenCollective())
         meeting.there.append(actor)
         meeting.latest_s = max(meeting.latest_s, self._clock[actor])
         if len(meeting.there) < sizes[group]:
@@ -226,7 +225,7 @@ class RankReplay:
         return begin_s
 
     def _record(
-        self, actor: int, operation: Operation, begin_s: float, ready_s: float, end_s: float
+        self, actor: int, operation: RankOperation, begin_s: float, ready_s: float, end_s: float
     ) -> None:
         happening = Happening(operation, self._step[actor], begin_s, ready_s, end_s)
         self._found.happenings[actor].append(happening)

@@ -26,7 +26,7 @@ ReplayChoice = Literal["class", "rank"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Simulation:
+class StepSimulation:
     """Steps of a job.
 
     Attributes:
@@ -65,7 +65,7 @@ def simulate(
     steps: int = 1,
     by: ReplayChoice = "class",
     records: bool = False,
-) -> Simulation:
+) -> StepSimulation:
     """Replay steps of a plan.
 
     Args:
@@ -102,4 +102,6 @@ def simulate(
     programs = step_programs(machine, model, plan, batch)
     actors = rank_classes(plan.mesh, disturbances) if by == "class" else all_ranks(plan.mesh)
     found = RankReplay(actors, programs, disturbances, steps, records).run()
-    return Simulation(plan=plan, actors=actors, ends_s=found.ends_s, happenings=found.happenings)
+    return StepSimulation(
+        plan=plan, actors=actors, ends_s=found.ends_s, happenings=found.happenings
+    )
