@@ -1,17 +1,21 @@
 """A search of plans: bounds hold, the winner is that of pricing all, and the answer has reasons."""
 
+import csv
 import dataclasses
 import json
+from xml.etree import ElementTree
 
 import pytest
 from command_line import without_torch
 
 from paceline.cli.plan_model import NodeRange
-from paceline.core.errors import UsageError
+from paceline.core.errors import MemoryExceeded, UsageError
 from paceline.core.machine_file import library_machine
 from paceline.perf.planner import SearchSpace, search_plans
 from paceline.perf.planner.bounds import PlanBounds
 from paceline.perf.planner.candidates import BoundedPlans, PlanPricer
+from paceline.perf.planner.changes import parse_changes, with_changes
+from paceline.perf.planner.scaling import scaling_study
 from paceline.perf.transformer import Architecture
 from paceline.report.plan_search import plan_in_words
 
@@ -135,12 +139,62 @@ def test_the_command_prints_the_best_plan_and_writes_it(tmp_path):
         (("--search",), "a search needs the samples of a step"),
         (("--nodes", "4..2", "--batch", "8"), "ends before it begins"),
         (("--nodes", "some"), "no number of nodes"),
+        (("--steps", "3"), "--steps has an effect with --simulate"),
+        (("--samples", "3"), "--samples has an effect with --scaling"),
+        (("--what-if", "netwrk x2"), "unknown figure 'netwrk'"),
+        (("--what-if", "network 2"), "no figure with a factor above 0"),
+        (("--simulate", "x", "--slow", "9:2"), "rank 9 is disturbed, and there are 8"),
+        (("--simulate", "x", "--slow", "1"), "no rank with a factor"),
     ],
 )
 def test_wrong_ranges_and_missing_batches_are_refused(flags, words):
     done = command(*flags)
     assert done.returncode == 2
     assert words in done.stderr
+
+
+def test_a_scaling_study_is_printed_drawn_and_written(tmp_path):
+    flags = ("--nodes", "1..4", "--batch", "64", "--zero", "1", "--context", "1")
+    done = command(*flags, "--scaling", str(tmp_path), "--samples", "1000000")
+    assert done.returncode == 0, done.stderr
+    assert "the fastest plan" in done.stdout
+    rows = list(csv.DictReader((tmp_path / "scaling.csv").read_text().splitlines()))
+    assert [row["nodes"] for row in rows] == ["1", "2", "4"]
+    assert float(rows[0]["efficiency"]) == 1.0
+    assert float(rows[0]["training_s"]) > float(rows[-1]["training_s"]) > 0
+    drawing = ElementTree.fromstring((tmp_path / "scaling.svg").read_text())
+    assert drawing.tag.endswith("svg")
+
+
+def test_a_study_leaves_out_sizes_that_do_not_fit_or_divide():
+    space = SearchSpace(batch=96, nodes=(1, 4, 64), fixed={"stages": 1, "context": 1, "tensor": 8})
+    study = scaling_study(SELENE, LARGE, space)
+    assert study.too_small or study.points[0].nodes == 1
+    assert study.indivisible == (64,)
+    twice = scaling_study(with_changes(SELENE, {"network": 2.0}), LARGE, space)
+    assert twice.points[-1].step_s <= study.points[-1].step_s
+    with pytest.raises(MemoryExceeded, match="fits at none"):
+        scaling_study(SELENE, LARGE, dataclasses.replace(space, nodes=(64, 128)))
+
+
+def test_changes_of_a_machine_multiply_its_figures():
+    changed = with_changes(SELENE, {"compute": 2.0, "memory": 0.5, "network": 3.0, "link": 4.0})
+    device, old = changed.devices[0], SELENE.devices[0]
+    assert device.memory_bytes.value == old.memory_bytes.value / 2
+    assert device.peaks[0].flops_per_s.value == 2 * old.peaks[0].flops_per_s.value
+    for level, factor in (("network", 3.0), ("nvlink", 4.0)):
+        before, after = SELENE.link(level), changed.link(level)
+        assert after.bandwidth_bytes_per_s.value == factor * before.bandwidth_bytes_per_s.value
+    assert parse_changes(" memory x0.5,network x 2 ") == {"memory": 0.5, "network": 2.0}
+
+
+def test_the_command_simulates_a_plan(tmp_path):
+    run = tmp_path / "run"
+    flags = ("--batch", "64", "--stages", "2", "--simulate", str(run), "--steps", "20")
+    done = command(*flags, "--slow", "5:1.5")
+    assert done.returncode == 0, done.stderr
+    why = without_torch("why", str(run), text=True)
+    assert "Rank 5 arrives" in why.stdout, why.stderr
 
 
 def test_a_range_of_nodes_doubles_until_its_end():

@@ -9,6 +9,7 @@ import click
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from paceline.core.estimate import Estimate
     from paceline.core.machine import Machine
     from paceline.perf.planner import SearchSpace
     from paceline.perf.transformer import Architecture, Risks
@@ -46,8 +47,8 @@ def print_search(
     *,
     out: Path | None,
     as_json: bool,
-) -> None:
-    """Search plans, write the best one's file and print the outcome.
+) -> Estimate:
+    """Search plans, write the best one's file and print the outcome; return its estimate.
 
     Args:
         machine: to plan for.
@@ -90,6 +91,7 @@ def print_search(
             why=f"the smallest needs {needed / 2**30:.1f} of {there / 2**30:.1f} GiB of a device",
             fix=f"What would fit: {search.cheapest_change}",
         )
+    return search.best
 
 
 def print_scaling(
