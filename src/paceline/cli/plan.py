@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.plan_model import (
+    is_given,
     print_machines,
     print_transformer,
     refuse_other_flags,
@@ -27,6 +28,7 @@ Example: paceline plan examples/digits_step.py:step -n 2
   nothing runs: paceline plan examples/digits_step.py:step --compute rates
   in stages: paceline plan examples/digits_step.py:step -n 4 --strategy auto
   a transformer: paceline plan --model config.json --machine selene --nodes 4 --tensor 8 --zero 1
+  the best plan: paceline plan --model config.json --machine selene --nodes 1..64 --batch 512
 """
 )
 @click.argument("target", metavar="[FILE.py:FUNCTION]", required=False)
@@ -151,7 +153,7 @@ def plan(
         return
     if model is not None:
         refuse_other_flags(target, flags)
-        shared = {"batch": batch or 0, "schedule": schedule}
+        shared = {"batch": batch or 0, "schedule": schedule if is_given("schedule") else None}
         print_transformer(model, machine, {**flags, **shared}, out=out, as_json=as_json)
         return
     refuse_transformer_flags(target, flags)
