@@ -11,7 +11,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # Flags of scripts that have a meaning for an architecture too.
-_SHARED = ("model", "machine", "machines", "batch", "schedule", "out", "as_json")
+_SHARED = (
+    "model",
+    "machine",
+    "machines",
+    "batch",
+    "schedule",
+    "budget",
+    "loader_workers",
+    "runs",
+    "out",
+    "as_json",
+)
 
 
 def transformer_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -56,6 +67,23 @@ def transformer_flags(command: Callable[..., None]) -> Callable[..., None]:
             "--compiled", is_flag=True, default=None, help="With --model: fused operators."
         ),
         click.option("--overlap/--no-overlap", default=None),
+        click.option(
+            "--compression",
+            type=click.FloatRange(min=1),
+            metavar="FACTOR",
+            help="With --model: replicas exchange 1/FACTOR of their gradients' bytes.",
+        ),
+        click.option(
+            "--sample-bytes",
+            metavar="BYTES",
+            help="With --model: of a sample, read from the machine's last tier, as 600KiB.",
+        ),
+        click.option(
+            "--sample-seconds",
+            type=click.FloatRange(min=0),
+            metavar="SECONDS",
+            help="With --model: in which a loader process prepares a sample.",
+        ),
         click.option(
             "--jitter", type=click.FloatRange(0, 1), help="With --model: spread of ranks' steps."
         ),
@@ -148,6 +176,8 @@ def print_transformer(
     machine_path: Path | None,
     flags: dict[str, Any],
     *,
+    runs: tuple[Path, ...],
+    budget: str | None,
     out: Path | None,
     as_json: bool,
 ) -> None:
@@ -157,17 +187,20 @@ def print_transformer(
         model: as `make_architecture` takes it.
         machine_path: file or name of the machine.
         flags: of the command line, None where not given.
+        runs: folders of runs of the same architecture, to which the machine is fitted.
+        budget: memory of each device in words; None: all of it.
         out: plan file to write; None: none.
         as_json: print JSON.
 
     Raises:
-        PacelineError: see `prepare_output`, `make_plan`, `make_architecture`,
+        PacelineError: see `prepare_output`, `make_plan`, `make_architecture`, `refit_by_runs`,
             `estimate_transformer`.
     """
+    from paceline.core.config import parse_size
     from paceline.core.file_kind import FileKind, prepare_output
     from paceline.core.files import commit_text
     from paceline.core.plan_file import PlanFile
-    from paceline.perf.transformer import Risks, estimate_transformer
+    from paceline.perf.transformer import Risks, SampleCost, estimate_transformer
     from paceline.perf.transformer.options import TransformerOptions, make_architecture, make_plan
     from paceline.probe.machine_file import load_machine
 
@@ -178,10 +211,26 @@ def print_transformer(
         jitter=given.pop("jitter", 0.0),
         node_failure_s=3600 * given.pop("node_failure_hours", 0.0),
     )
+    sample = SampleCost(
+        bytes=parse_size(given.pop("sample_bytes", "0")),
+        seconds=given.pop("sample_seconds", 0.0),
+    )
     architecture = make_architecture(model, sequence=given.pop("sequence", None))
     machine = load_machine(machine_path)
+    if runs:
+        from paceline.studies.calibrate import refit_by_runs
+
+        machine = refit_by_runs(machine, architecture, runs)
     plan, batch = make_plan(machine, TransformerOptions(**given))
-    estimate = estimate_transformer(machine, architecture, plan, batch, risks)
+    estimate = estimate_transformer(
+        machine,
+        architecture,
+        plan,
+        batch,
+        risks,
+        sample=sample,
+        budget_bytes=parse_size(budget) if budget else None,
+    )
     if out is not None:
         commit_text(out, PlanFile(plan=plan, estimate=estimate).to_text())
         click.echo(f"plan: wrote {out}", err=True)
