@@ -25,6 +25,7 @@ from paceline.perf.transformer.pipelining import StagePasses, batch_s
 from paceline.perf.transformer.pricing import DeviceRates, layer_seconds
 from paceline.perf.transformer.reliability import checkpoint_plan, straggler_wait_s
 from paceline.perf.transformer.step import step_times
+from paceline.perf.transformer.tiles import wave_factor
 
 SELENE = library_machine("selene")
 MODEL = Architecture(layers=32, hidden=4096, heads=32, vocab=51200, sequence=2048)
@@ -103,6 +104,13 @@ def test_a_vocabulary_that_no_load_fits_slows_down_the_output_layer():
         for pads in (True, False)
     )
     assert 1.01 < bare / padded < 1.3
+
+
+def test_tiles_of_a_product_come_in_waves():
+    assert wave_factor(256.0 * 108, 128.0, 1, 108) == 1.0  # one full wave
+    assert 1.5 < wave_factor(256.0 * 109, 128.0, 1, 108) < 2 * 108 / 109  # smaller tiles pay
+    assert wave_factor(64.0, 64.0, 1, 108) == pytest.approx(108 / 0.6)
+    assert wave_factor(64.0, 64.0, 1, 0) == 1.0  # multiprocessors that are not known
 
 
 def test_the_last_stage_may_have_the_output_layer_alone():

@@ -4,8 +4,9 @@ A product of M x K by K x N takes ``FLOPs / (peak x matmul) + bytes / (memory ba
 bandwidth)``: the second term is what makes small and thin products slow. Both are added, not the
 larger taken, since a kernel's loads and stores at its ends overlap with nothing. Dimensions that do
 not fit tiles (of 64 elements, of heads 32) cost the factor `Efficiency.unaligned`, and those that
-are no multiples of a load's width cost `unvectored_factor` as well. Other operators move bytes. A
-pass is no shorter than the host takes to start its kernels.
+are no multiples of a load's width cost `unvectored_factor` as well; `tiles` has what a last wave of
+tiles leaves idle. Other operators move bytes. A pass is no shorter than the host takes to start its
+kernels.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import UsageError
 from paceline.perf.transformer.efficiency import efficiency_of, unvectored_factor
 from paceline.perf.transformer.layer import ACTIVATION_BYTES, HEAD_TILE, TILE
+from paceline.perf.transformer.tiles import multiprocessors, wave_factor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -49,6 +51,7 @@ class DeviceRates:
         dtype: whose peak rate is taken.
         unvectored: factor, beside `unaligned`, for products that kernels cannot load 16 bytes at a
             time.
+        processors: that compute a tile of a product each; 0: not known.
     """
 
     matmul_per_s: float
@@ -58,6 +61,7 @@ class DeviceRates:
     layer_s: float
     dtype: str
     unvectored: float
+    processors: int
 
     @classmethod
     def of(
@@ -92,6 +96,7 @@ class DeviceRates:
             layer_s=reached.layer_s.value,
             dtype=dtype,
             unvectored=unvectored_factor(device),
+            processors=multiprocessors(device),
         )
 
     def products_s(self, products: Iterable[Product]) -> float:
@@ -101,7 +106,8 @@ class DeviceRates:
             rate = self.matmul_per_s * (1.0 if product.fits(TILE) else self.unaligned)
             if not product.fits(VECTOR):
                 rate *= self.unvectored
-            total_s += product.flops / rate * (1 + TILE_FILL / product.inner)
+            waves = wave_factor(product.rows, product.columns, product.count, self.processors)
+            total_s += product.flops / rate * (1 + TILE_FILL / product.inner) * waves
             total_s += ACTIVATION_BYTES * product.elements / self.bytes_per_s
         return total_s
 
