@@ -42,6 +42,7 @@ def plans(draw, most=64):
         schedule=draw(st.sampled_from(["1f1b", "fill_drain", "zero_bubble"])),
         zero=draw(st.sampled_from([0, 1, 3])),
         recompute=draw(st.sampled_from(["none", "full"])),
+        overlap_pipeline=draw(st.booleans()),
     )
     return plan, data * microbatches * draw(st.sampled_from([1, 2]))
 

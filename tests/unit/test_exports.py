@@ -123,6 +123,7 @@ EXPORTS = {
     "perf.transformer": [
         "Architecture",
         "Risks",
+        "SampleCost",
         "TimedStep",
         "estimate_transformer",
         "fit_efficiency",

@@ -18,7 +18,18 @@ if TYPE_CHECKING:
     from paceline.perf.transformer import Architecture, Risks
 
 # Flags of scripts that have a meaning for an architecture too.
-_SHARED = ("model", "machine", "machines", "batch", "schedule", "out", "as_json")
+_SHARED = (
+    "model",
+    "machine",
+    "machines",
+    "batch",
+    "schedule",
+    "budget",
+    "loader_workers",
+    "runs",
+    "out",
+    "as_json",
+)
 
 
 class NodeRange(click.ParamType[tuple[int, ...]]):
@@ -130,6 +141,23 @@ def transformer_flags(command: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option("--overlap/--no-overlap", default=None),
         click.option(
+            "--compression",
+            type=click.FloatRange(min=1),
+            metavar="FACTOR",
+            help="With --model: replicas exchange 1/FACTOR of their gradients' bytes.",
+        ),
+        click.option(
+            "--sample-bytes",
+            metavar="BYTES",
+            help="With --model: of a sample, read from the machine's last tier, as 600KiB.",
+        ),
+        click.option(
+            "--sample-seconds",
+            type=click.FloatRange(min=0),
+            metavar="SECONDS",
+            help="With --model: in which a loader process prepares a sample.",
+        ),
+        click.option(
             "--jitter", type=click.FloatRange(0, 1), help="With --model: spread of ranks' steps."
         ),
         click.option(
@@ -224,6 +252,8 @@ def print_transformer(
     machine_path: Path | None,
     flags: dict[str, Any],
     *,
+    runs: tuple[Path, ...],
+    budget: str | None,
     out: Path | None,
     as_json: bool,
 ) -> None:
@@ -233,11 +263,13 @@ def print_transformer(
         model: as `make_architecture` takes it.
         machine_path: file or name of the machine.
         flags: of the command line, None where not given.
+        runs: folders of runs of the same architecture, to which the machine is fitted.
+        budget: memory of each device in words; None: all of it.
         out: plan file to write; None: none.
         as_json: print JSON.
 
     Raises:
-        PacelineError: see `prepare_output`, `make_plan`, `make_architecture`,
+        PacelineError: see `prepare_output`, `make_plan`, `make_architecture`, `refit_by_runs`,
             `estimate_transformer`.
     """
     from paceline.core.file_kind import FileKind, prepare_output
@@ -246,21 +278,25 @@ def print_transformer(
     from paceline.probe.machine_file import load_machine
 
     given = {name: value for name, value in flags.items() if value not in (None, ())}
-    _refuse_lonely_flags(given)
+    nodes = given.pop("nodes", (1,))
+    searches = given.pop("search", False) or len(nodes) > 1 or "scaling" in given
+    _refuse_lonely_flags(given, searches=searches, budget=budget)
     if out is not None:
         prepare_output(out, FileKind.PLAN)
-    nodes = given.pop("nodes", (1,))
-    searches = given.pop("search", False) or len(nodes) > 1
-    simulation = {name: given.pop(name) for name in ("simulate", "steps", "slow") if name in given}
-    scaling, samples = given.pop("scaling", None), given.pop("samples", 0)
     risks = Risks(
         jitter=given.pop("jitter", 0.0),
         node_failure_s=3600 * given.pop("node_failure_hours", 0.0),
     )
+    simulation = {name: given.pop(name) for name in ("simulate", "steps", "slow") if name in given}
+    scaling, samples = given.pop("scaling", None), given.pop("samples", 0)
     architecture = make_architecture(model, sequence=given.pop("sequence", None))
     machine = load_machine(machine_path)
     if changes := given.pop("what_if", None):
         machine = _changed(machine, changes)
+    if runs:
+        from paceline.studies.calibrate import refit_by_runs
+
+        machine = refit_by_runs(machine, architecture, runs)
     if scaling is not None:
         space = make_space(nodes, given)
         print_scaling(
@@ -271,7 +307,8 @@ def print_transformer(
         space = make_space(nodes, given)
         best = print_search(machine, architecture, space, risks, out=out, as_json=as_json)
     else:
-        best = _print_plan(machine, architecture, nodes[0], given, risks, out=out, as_json=as_json)
+        best = _estimate(machine, architecture, risks, {"nodes": nodes[0], **given}, budget)
+        _print_plan(best, architecture, out=out, as_json=as_json)
     if simulation:
         write_simulation(
             machine,
@@ -285,30 +322,38 @@ def print_transformer(
         )
 
 
-def _print_plan(
-    machine: Machine,
-    model: Architecture,
-    nodes: int,
-    given: dict[str, Any],
-    risks: Risks,
-    *,
-    out: Path | None,
-    as_json: bool,
+def _estimate(
+    machine: Machine, model: Architecture, risks: Risks, given: dict[str, Any], budget: str | None
 ) -> Estimate:
-    """Predict one plan, write its file and print the estimate; return it."""
-    from paceline.core.files import commit_text
-    from paceline.core.plan_file import PlanFile
-    from paceline.perf.transformer import estimate_transformer
+    """Return the estimate of the one plan that flags describe."""
+    from paceline.core.config import parse_size
+    from paceline.perf.transformer import SampleCost, estimate_transformer
     from paceline.perf.transformer.options import TransformerOptions, make_plan
 
-    plan, batch = make_plan(machine, TransformerOptions(nodes=nodes, **given))
-    estimate = estimate_transformer(machine, model, plan, batch, risks)
+    sample = SampleCost(
+        bytes=parse_size(given.pop("sample_bytes", "0")),
+        seconds=given.pop("sample_seconds", 0.0),
+    )
+    plan, batch = make_plan(machine, TransformerOptions(**given))
+    budget_bytes = parse_size(budget) if budget else None
+    return estimate_transformer(
+        machine, model, plan, batch, risks, sample=sample, budget_bytes=budget_bytes
+    )
+
+
+def _print_plan(
+    estimate: Estimate, model: Architecture, *, out: Path | None, as_json: bool
+) -> None:
+    """Write the file of one plan and print its estimate."""
+    from paceline.core.files import commit_text
+    from paceline.core.plan_file import PlanFile
+
     if out is not None:
-        commit_text(out, PlanFile(plan=plan, estimate=estimate).to_text())
+        commit_text(out, PlanFile(plan=estimate.plan, estimate=estimate).to_text())
         click.echo(f"plan: wrote {out}", err=True)
     if as_json:
         click.echo(estimate.to_text(), nl=False)
-        return estimate
+        return
     from rich.console import Console
 
     from paceline.report.transformer import render_transformer
@@ -317,7 +362,6 @@ def _print_plan(
     console.print(render_transformer(estimate, model.flops_per_token * model.sequence))
     for warning in estimate.warnings:
         console.print(warning, markup=False, style="yellow", soft_wrap=True)
-    return estimate
 
 
 def _changed(machine: Machine, changes: str) -> Machine:
@@ -330,8 +374,13 @@ def _changed(machine: Machine, changes: str) -> Machine:
     return replace(changed, name=f"{machine.name}, {changes}")
 
 
-def _refuse_lonely_flags(given: dict[str, Any]) -> None:
+def _refuse_lonely_flags(given: dict[str, Any], *, searches: bool, budget: str | None) -> None:
     """Raise an error for a flag that has an effect only with another one, or not with it.
+
+    Args:
+        given: flags that have a value.
+        searches: whether plans are compared.
+        budget: of --fit.
 
     Raises:
         UsageError: there is one.
@@ -350,4 +399,12 @@ def _refuse_lonely_flags(given: dict[str, Any]) -> None:
             "a simulation is of one plan, a scaling study of several",
             where="paceline plan --model --scaling --simulate",
             fix="Leave out one of the two",
+        )
+    single = [name for name in ("sample_bytes", "sample_seconds") if name in given]
+    if searches and (single or budget):
+        flag = _flag_of(single[0]) if single else "--fit"
+        raise UsageError(
+            f"{flag} is for a single plan, not for a search",
+            where="paceline plan --model --search",
+            fix="Search without it, then plan the winner with it",
         )

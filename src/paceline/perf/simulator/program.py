@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
+from paceline.perf.transformer.checks import check
 from paceline.perf.transformer.efficiency import efficiency_of
 from paceline.perf.transformer.memory import stage_layer_counts
 from paceline.perf.transformer.network import Network
-from paceline.perf.transformer.pipelining import make_schedule
+from paceline.perf.transformer.pipelining import StagePasses, make_schedule
 from paceline.perf.transformer.pricing import DeviceRates
 from paceline.perf.transformer.step import (
-    check,
     messages_s,
     microbatch_costs,
     stage_passes,
@@ -86,8 +86,12 @@ def step_programs(
     reached = efficiency_of(machine.devices[0])
     network = Network.of(machine, reached, plan.nodes)
     ranks = plan.mesh.pipeline
-    passes = _passes(machine, model, plan, microbatch)
-    boundaries_s = messages_s(model, plan, microbatch, network)
+    rates = DeviceRates.of(machine, plan.precision, reached)
+    boundaries_s = messages_s(model, plan, microbatch, network, rates.layer_s)
+    blocking_s: tuple[float, ...] = ()
+    if not plan.overlap_pipeline:  # messages are part of passes
+        boundaries_s, blocking_s = (0.0,) * len(boundaries_s), boundaries_s
+    passes = _passes(model, plan, microbatch, rates, network, blocking_s)
     whole = step_times(machine, model, plan, batch, reached, 1.0)
     ends = (
         RankOperation(OperationKind.REPLICAS, max(_MEETING_S, whole.exposed["gradients"])),
@@ -103,13 +107,19 @@ def step_programs(
     return tuple(programs)
 
 
-def _passes(machine: Machine, model: Architecture, plan: Plan, microbatch: float) -> _Passes:
-    reached = efficiency_of(machine.devices[0])
-    network = Network.of(machine, reached, plan.nodes)
-    rates = DeviceRates.of(machine, plan.precision, reached)
+def _passes(
+    model: Architecture,
+    plan: Plan,
+    microbatch: float,
+    rates: DeviceRates,
+    network: Network,
+    blocking_s: tuple[float, ...],
+) -> _Passes:
+    """Return the seconds of passes; `blocking_s` are of messages in which ranks do not compute."""
     costs = microbatch_costs(model, plan, microbatch, rates, network)
     replicas = network.group(plan.mesh.data * plan.mesh.context, plan.mesh.tensor)
-    forward_s, backward_s = stage_passes(model, plan, costs, network, replicas)
+    times = StagePasses(*stage_passes(model, plan, costs, network, replicas), blocking_s)
+    times = times.blocking(plan.mesh.pipeline)
     counts = stage_layer_counts(model, plan)
     exchange = {
         "forward": tuple(layers * costs.tensor_forward_s for layers in counts),
@@ -118,10 +128,16 @@ def _passes(machine: Machine, model: Architecture, plan: Plan, microbatch: float
     exchange["backward_input"] = exchange["backward"]
     exchange["backward_weight"] = tuple(0.0 for _ in counts)
     whole = StageCosts(
-        forward_s=tuple(a - b for a, b in zip(forward_s, exchange["forward"], strict=True)),
-        backward_s=tuple(a - b for a, b in zip(backward_s, exchange["backward"], strict=True)),
+        forward_s=tuple(a - b for a, b in zip(times.forward_s, exchange["forward"], strict=True)),
+        backward_s=tuple(
+            a - b for a, b in zip(times.backward_s, exchange["backward"], strict=True)
+        ),
     )
     return _Passes({str(kind): seconds for kind, seconds in whole.by_kind().items()}, exchange)
+
+
+def _differences(values: tuple[float, ...], others: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(value - other for value, other in zip(values, others, strict=True))
 
 
 def _operations(

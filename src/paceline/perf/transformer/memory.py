@@ -8,6 +8,7 @@
     embedding and output    activations outside of the layers, logits among them
     transients     of the layer that is computed, or computed again
     communication  whole layers that ZeRO-3 gathers, buckets
+    compression    what compressed gradients have not sent yet
     allocator      slack of a caching allocator
 
 Sources: Rajbhandari et al., ZeRO, SC 2020 (arXiv 1910.02054), section 3 and table 1; Korthikanti et
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from paceline.perf.transformer.layer import activation_bytes
 from paceline.perf.transformer.pipelining import live_layers
+from paceline.perf.transformer.reduction import RESIDUAL_BYTES
 
 if TYPE_CHECKING:
     from paceline.core.machine import Device
@@ -150,6 +152,7 @@ def memory_of_rank(
         "embedding and output": ends,
         "transients": working,
         "communication": _communication_bytes(model, plan),
+        "compression": RESIDUAL_BYTES * parameters if plan.compression > 1 else 0,
         "allocator": ALLOCATOR_SLACK * (live * saved + ends + working),
     }
     return {kind: round(size) for kind, size in kinds.items()}
