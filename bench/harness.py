@@ -69,7 +69,7 @@ def await_ranks(ranks, deadline_s):
 
 def bar(name, value, limit, *, at_least=False, reason=""):
     """Return a bar: a value that must not exceed its limit, or must reach it. None is not met."""
-    met = value is not None and (value >= limit if at_least else value <= limit)
+    met = value is not None and bool(value >= limit if at_least else value <= limit)
     return {
         "name": name,
         "value": value,

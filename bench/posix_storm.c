@@ -68,7 +68,10 @@ int main(int count, char** words) {
     uint64_t state = seed * 1000003 + (uint64_t)i;
     for (int k = 0; k < calls; ++k) {
       state = state * 6364136223846793005u + 1442695040888963407u;
-      if (call(words[1], paths[(state >> 33) % known]) != 0) _exit(1);
+      const char* path = paths[(state >> 33) % known];
+      if (call(words[1], path) == 0) continue;
+      perror(path);
+      _exit(1);
     }
     _exit(0);
   }

@@ -9,9 +9,10 @@ measured step and from the probe's rates of operator classes, and trained right 
 
 Of each row: step time; peak memory of a process; the bytes that a rank sends per step, as a
 recorded run counts them; exposed communication, the difference between steps that reduce gradients
-and steps in `no_sync`, in blocks that alternate. Rows beside which other processes used more than
-0.25 cores are marked and reported apart: bars are of the others. Rows are printed as they are done,
-and kept: ``--resume`` goes on after them, with the machine that was probed first.
+and steps in `no_sync`, in blocks that alternate; ``meeting_s`` is that difference where the ranks
+reduce one number instead: waking up, and waiting for each other. Rows beside which other processes
+used more than 0.25 cores are marked and reported apart: bars are of the others. Rows are printed as
+they are done, and kept: ``--resume`` goes on after them, with the machine that was probed first.
 ``operators_alone_s`` is the prediction without the residual of whole steps: what the operators'
 times alone come to.
 """
@@ -152,8 +153,12 @@ def row_of(name, ranks, cores, machine, *, quick):
         },
     }
     if ranks > 1:
-        alone = [max(each) for each in zip(*(rank["alone"] for rank in outcomes), strict=False)]
-        exposed_s = max(1e-9, measured_s - statistics.median(alone))
+        silent_s, meeting_s = (
+            statistics.median(map(max, zip(*(rank[kind] for rank in outcomes), strict=False)))
+            for kind in ("alone", "meeting")
+        )
+        exposed_s = max(1e-9, measured_s - silent_s)
+        row["meeting_s"] = meeting_s - silent_s  # of the exposed time, what one number takes too
         predicted_s = here.breakdown.transfer
         row["exposed_s"] = errors(predicted_s, exposed_s)
         sent = sent_bytes(name, ranks, cores)

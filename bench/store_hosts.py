@@ -5,8 +5,8 @@
 read. All shards are on their nodes before the time is taken, and each file is read once.
 
 - links: each host reads only files that other hosts have, with 16 threads. The rate is that of the
-  files' bytes; wire is what the links received meanwhile; stream: plain sockets over all links at
-  the same time, in the same run.
+  files' bytes; wire is what the links received meanwhile; stream: plain sockets from each host to
+  all others at the same time, in the same run.
 - epoch: a loop that takes a batch of 8 files (856 KB) each 20 ms, read ahead by 4 threads: each
   host reads its share of the epoch in a random order, and holds as much data however many hosts
   there are. Efficiency is the time on one host, where all files are local, over that on more.
@@ -29,7 +29,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -133,33 +132,42 @@ def reader(what, place, folder, rounds):
 
 
 def stream(rank, hosts, size):
-    """Run on a host: receive from the next host, and send to the one before, by plain sockets."""
+    """Run on a host: receive from all other hosts, and send to all of them, by plain sockets."""
     listener = socket.create_server((address_of(rank), 7000))
-    buffer = bytearray(1 << 20)
+    others = [(rank + step) % hosts for step in range(1, hosts)]
+    share = size // len(others)
 
-    def send():
+    def send(peer):
+        buffer = bytearray(1 << 20)
         deadline_s = time.monotonic() + 10
         while True:
             try:
-                connection = socket.create_connection((address_of((rank + 1) % hosts), 7000))
+                connection = socket.create_connection((address_of(peer), 7000))
                 break
             except OSError:
                 if time.monotonic() > deadline_s:
                     raise
                 time.sleep(0.01)
         with connection:
-            left = size
+            left = share
             while left > 0:
-                left -= connection.send(buffer)
+                left -= connection.send(buffer[:left])
 
-    thread = threading.Thread(target=send)
-    thread.start()
-    connection, _ = listener.accept()
-    begin, got = time.perf_counter(), 0
-    while count := connection.recv_into(buffer):
-        got += count
-    print(json.dumps({"bytes": got, "s": time.perf_counter() - begin}), flush=True)
-    thread.join()
+    def receive(connection):
+        buffer, got = bytearray(1 << 20), 0
+        with connection:
+            while count := connection.recv_into(buffer):
+                got += count
+        return got
+
+    with concurrent.futures.ThreadPoolExecutor(2 * len(others)) as pool:
+        sending = [pool.submit(send, peer) for peer in others]
+        connections = [listener.accept()[0] for _ in others]
+        begin = time.perf_counter()
+        got = sum(pool.map(receive, connections))
+        print(json.dumps({"bytes": got, "s": time.perf_counter() - begin}), flush=True)
+        for sent in sending:
+            sent.result()
 
 
 # --- what starts them ---------------------------------------------------------------------------

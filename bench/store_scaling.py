@@ -2,10 +2,11 @@
 
 Measured here: the processor time of a server and of a client for a file of 107 KB over loopback,
 and for a node's card. Simulated from them: N nodes, each with its share of the shards by the
-placement that nodes really use (`placement.place`), each reading batches of random files of the
-whole data set, several batches in flight, from the node that `Membership.holders` names first. A
-node is three queues in a row, each serving one file at a time: the owner's processor, the owner's
-link, the reader's link and processor. What a node holds itself is read from local storage.
+placement that nodes really use (`placement.place`). In an epoch each file is read once, by any
+node, in random order; a node reads batches, several in flight, from the nodes that
+`Membership.holders` names first. A node is three queues in a row, each serving one file at a time:
+the owner's processor, the owner's link, the reader's link and processor. What a node holds itself
+is read from local storage.
 
 - network: FDR InfiniBand, 56 Gbit/s, and Omni-Path, 100 Gbit/s, on which FanStore was published.
 - efficiency: files/s of a node among N over those of a node among 2, where half is remote already,
@@ -105,7 +106,9 @@ def simulate(owners, count, batches, service, bytes_per_s):
     """Return files/s of all nodes together, and the busiest owner's share of the time."""
     server_s, client_s = service
     wire_s = FILE_BYTES / bytes_per_s
-    random = np.random.default_rng(1)
+    files_per_shard = -(-count * batches * BATCH // len(owners))
+    epoch = np.random.default_rng(1).permutation(np.repeat(owners, files_per_shard))
+    asked_of = epoch[: count * batches * BATCH].reshape(count, batches, BATCH)
     server_free = np.zeros(count)
     out_free = np.zeros(count)
     in_free = np.zeros(count)
@@ -120,9 +123,8 @@ def simulate(owners, count, batches, service, bytes_per_s):
         if left[node] == 0:
             continue
         left[node] -= 1
-        asked = owners[random.integers(0, len(owners), BATCH)]
         done_s = now_s
-        for owner in asked.tolist():
+        for owner in asked_of[node, left[node]].tolist():
             if owner == node:
                 begin = max(now_s, in_free[node])
                 in_free[node] = done = begin + LOCAL_S

@@ -3,9 +3,10 @@
     python bench/unseen_ranks.py MODEL RANK RANKS THREADS STORE SECONDS
 
 Blocks of steps that reduce gradients alternate with blocks of steps in `no_sync`: the difference is
-the communication that is exposed. The first step of a block does not count: DDP broadcasts buffers
-before the step after one that reduced. Under ``paceline run`` (``MODEL RANKS THREADS`` alone) it
-makes a few steps, all of which reduce gradients.
+the communication that is exposed. In a third kind of blocks the ranks reduce one number after the
+backward pass instead of their gradients: what of that difference is not due to bytes. The first
+step of a block does not count: DDP broadcasts buffers before the step after one that reduced. Under
+``paceline run`` (``MODEL RANKS THREADS`` alone) it makes a few steps that all reduce gradients.
 """
 
 import contextlib
@@ -37,8 +38,9 @@ class Training:
         module = self.step["module"]
         self.module = DistributedDataParallel(module) if ranks > 1 else module
         self.optimizer = self.step["optimizer"](module.parameters())
+        self.number = torch.zeros(1)
 
-    def run(self, *, reduces):
+    def run(self, *, reduces, meets=False):
         """Make a step; return its seconds."""
         count = self.step.get("accumulation", 1)
         begin = time.perf_counter()
@@ -46,6 +48,8 @@ class Training:
         for number in range(count):
             with self._reducing(reduces and number == count - 1):
                 self._loss().backward()
+        if meets:
+            dist.all_reduce(self.number)
         self.optimizer.step()
         return time.perf_counter() - begin
 
@@ -63,15 +67,15 @@ class Training:
 
 
 def timed(training, seconds):
-    """Return the seconds of steps that reduce gradients, and of those that do not."""
+    """Return the seconds of steps that reduce gradients, that do not, and that meet only."""
     warm = [training.run(reduces=True) for _ in range(WARM)]
     each = torch.tensor(sorted(warm)[WARM // 2])
     if training.ranks > 1:
         dist.all_reduce(each, dist.ReduceOp.MAX)
     count = max(LEAST, min(MOST, int(seconds / each.item())))
     if training.ranks == 1:
-        return [training.run(reduces=True) for _ in range(count)], []
-    steps, alone = [], []
+        return [training.run(reduces=True) for _ in range(count)], [], []
+    steps, alone, meeting = [], [], []
     while len(steps) < count:
         dist.barrier()
         steps += [training.run(reduces=True) for _ in range(BLOCK)][1:]
@@ -80,7 +84,9 @@ def timed(training, seconds):
             dist.barrier()
             block.append(training.run(reduces=False))
         alone += block[1:]
-    return steps, alone
+        dist.barrier()
+        meeting += [training.run(reduces=False, meets=True) for _ in range(BLOCK)][1:]
+    return steps, alone, meeting
 
 
 def measure(name, rank, ranks, threads, store, seconds):
@@ -90,10 +96,11 @@ def measure(name, rank, ranks, threads, store, seconds):
     if ranks > 1:
         method = f"file://{store}"
         dist.init_process_group("gloo", init_method=method, rank=rank, world_size=ranks)
-    steps, alone = timed(Training(name, ranks, threads), seconds)
+    steps, alone, meeting = timed(Training(name, ranks, threads), seconds)
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     peak_bytes = int(lines["VmHWM"].split()[0]) * 1024
-    print(json.dumps({"steps": steps, "alone": alone, "peak_bytes": peak_bytes}), flush=True)
+    found = {"steps": steps, "alone": alone, "meeting": meeting, "peak_bytes": peak_bytes}
+    print(json.dumps(found), flush=True)
     os._exit(0)  # torch's teardown of process groups has aborted ranks
 
 

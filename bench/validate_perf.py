@@ -47,10 +47,9 @@ TAU = 0.8
 ONE_ESTIMATE_S = 0.020
 COVERAGE = 0.85
 REASONS = {
-    "korthikanti": "the larger the model, the faster than predicted; one row of four is fitted",
     "torchtitan": "devices of 500 W, and a program that no other table shares",
-    "nanotron": "its network is not stated; two rows cannot tell network, starts of kernels and "
-    "compute apart",
+    "nanotron": "its network is not stated (adapters of a node taken for 4); two rows cannot tell "
+    "network, starts of kernels and compute apart",
 }
 
 

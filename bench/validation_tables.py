@@ -144,7 +144,7 @@ def sc21(folder):
             plans = [Plan(
                 mesh=Mesh(data=gpus), nodes=nodes_of(gpus), microbatches=max(1, micro), zero=3,
                 recompute="full", precision="float16", fused_attention=False,
-                reduce_precision="bfloat16",
+                reduce_precision="bfloat16", overlap_data=False,  # DeepSpeed's default of 2021
             )]  # fmt: skip
         else:
             pp = int(row["model_parallel"]) // 8
@@ -208,7 +208,11 @@ LLAMA = {  # layers, hidden, heads, kv heads, ffn; Llama 3 herd, table 3
 
 
 def torchtitan(folder):
-    """Llama 3 with FSDP, tensor, context and pipeline parallelism."""
+    """Llama 3 with FSDP, tensor, context and pipeline parallelism.
+
+    Its rows name torch of 2024-12-23, whose context parallelism gives ranks equal shares of causal
+    attention unless told otherwise (pytorch/pytorch#141429, #132442).
+    """
     cases = []
     for row in read(folder, "torchtitan_llama3.csv"):
         machine = "whitefiber-h200" if row["machine"].startswith("H200") else "torchtitan-h100"
@@ -237,7 +241,7 @@ def torchtitan(folder):
             microbatches=pp if pp > 1 else 1, zero=2 if pp > 1 else 3, recompute=recompute,
             precision="float8" if "float8" in row["precision"] else "bfloat16",
             sequence_parallel=tp > 1, compiled=row["compile"] == "yes",
-            overlap_tensor="sync" in row["extra"].lower(), balanced_context=False,
+            overlap_tensor="sync" in row["extra"].lower(),
             stages_per_rank=2 if "nterleaved" in row["extra"] else 1,
         )  # fmt: skip
         batch = local * dp
@@ -253,12 +257,15 @@ def torchtitan(folder):
 def nanotron(folder):
     """A Llama of 1 billion parameters in three dimensions.
 
-    9.1 GFLOP a token at 4096 tokens are those of 24 layers, hidden 2048, ffn 4096, 49152 tokens.
+    Shape, optimizer and order are those of huggingface/bench_cluster (create_configs.py,
+    template/base_config.py): vocabulary of GPT-2 as it is, ZeRO-1, gradients summed in 32 bits.
+    nanotron's stages send and receive one message after the other and compute nothing meanwhile
+    (src/nanotron/parallel/pipeline_parallel/state.py, p2p.py).
     """
     cases = []
     model = Architecture(
-        name="llama-1B", layers=24, hidden=2048, heads=16, ffn=4096, vocab=49152, sequence=4096,
-        gated=True, tied=False, rotary=True, biases=False,
+        name="llama-1B", layers=24, hidden=2048, heads=32, ffn=4096, vocab=50257, sequence=4096,
+        gated=True, rotary=True, biases=False,
     )  # fmt: skip
     for row in read(folder, "nanotron_llama1b_3d.csv"):
         dp, tp, pp, mb = (int(row[key]) for key in ("dp", "tp", "pp", "microbatch"))
@@ -266,13 +273,30 @@ def nanotron(folder):
         plan = Plan(
             mesh=Mesh(data=dp, tensor=tp, pipeline=pp), nodes=nodes_of(gpus),
             microbatches=batch // dp // mb, sequence_parallel=tp > 1, precision="bfloat16",
-            zero=0,
+            zero=1, overlap_pipeline=False, layers=nanotron_stages(model, pp),
+            padded_vocabulary=False,
         )  # fmt: skip
         case = Case("nanotron", f"{gpus} GPUs dp{dp} tp{tp} pp{pp} mb{mb}", "hf-h100")
         case.step = TimedStep(model=model, plan=plan, batch=batch, step_s=float(row["step_s"]))
         case.memory = {"peak": float(row["peak_alloc_mib"]) * 2**20}
         cases.append(case)
     return cases
+
+
+def nanotron_stages(model, pp):
+    """Return the layers of each stage: a stage is full with the block that exceeds its share.
+
+    Blocks count by their weights (nanotron's build_model and get_block_compute_costs).
+    """
+    if pp == 1:
+        return ()
+    output = model.vocab * model.hidden / model.layer_matrix_parameters
+    sizes = [0] * pp
+    stage = 0
+    for layer in range(model.layers):
+        sizes[stage] += 1
+        stage += layer + 1 > (model.layers + output) * (stage + 1) / pp
+    return tuple(sizes)
 
 
 def bigscience_flops(model, batch):

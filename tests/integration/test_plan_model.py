@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.cli.plan import plan
-from paceline.core.errors import DestinationExists, NotFound, UsageError
+from paceline.core.errors import DestinationExists, MemoryExceeded, NotFound, UsageError
 from paceline.core.plan import Mesh
 from paceline.core.plan_file import load_plan_file
 
@@ -79,6 +79,21 @@ def test_parameters_take_the_bytes_of_their_precision():
     assert found["float32"] == 2 * found["bfloat16"] > 0
 
 
+def test_supply_compression_and_a_budget_have_flags(config):
+    flags = ("--machine", "selene", "--nodes", "2", "--batch", "64", "--recompute", "full")
+    loading = ("--loader-workers", "4", "--sample-bytes", "600KiB", "--sample-seconds", "20")
+    found = json.loads(run("--model", config, *flags, *loading, "--json"))
+    assert found["limit"] == "data loading"
+    assert found["step_time_s"] == pytest.approx(64 / 16 * 20 / 4)
+    assert found["plan"]["loader_workers"] == 4
+    less = json.loads(run("--model", config, *flags, "--compression", "50", "--json"))
+    assert less["plan"]["compression"] == 50
+    assert less["memory_bytes"]["compression"] > 0
+    shown = run("--model", config, *flags, "--fit", "70GiB")
+    for words in ("within 70.0 GiB", "optimizer state", "spilled at", "host link"):
+        assert words in " ".join(shown.split())
+
+
 def test_the_library_is_listed():
     assert "NVIDIA A100 SXM4 80 GB" in run("--machines")
     listed = json.loads(run("--machines", "--json"))
@@ -90,7 +105,13 @@ def test_the_library_is_listed():
     [
         (("--model", BIG, "--ranks", "4"), UsageError, "--ranks has no effect on an architecture"),
         (("--model", BIG, "--compute", "rates"), UsageError, "--compute has no effect"),
-        (("--model", BIG, "--fit", "8GiB"), UsageError, "--fit has no effect"),
+        (("--model", BIG, "--machine", "selene", "--fit", "8GiB"), MemoryExceeded, "no plan keeps"),
+        (("--compression", "10"), UsageError, "--compression has an effect with --model"),
+        (
+            ("--model", BIG, "--machine", "selene", "--loader-workers", "4"),
+            UsageError,
+            "loader processes have nothing to load",
+        ),
         (("--nodes", "3"), UsageError, "--nodes has an effect with --model"),
         ((), UsageError, "there is no model to plan"),
         (("x.py:step", "--model", BIG), UsageError, "of a script's function or of an architecture"),

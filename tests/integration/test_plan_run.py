@@ -111,6 +111,16 @@ def test_a_calibrated_machine_predicts_the_run_better(folder, planned):
     assert {rate.source for rate in better.devices[0].rates} == {"datasheet", "fit"}
 
 
+def test_a_plan_from_a_run_is_that_of_the_calibrated_machine(folder, planned):
+    done = paceline(folder, "calibrate", "planned", "--out", "again.json", "--json")
+    assert done.code == 0, done.err
+    fitted_s = json.loads(done.out)["fitted_step_s"]
+    arguments = ("train.py:step", "--threads", 2, "--machine", "machine.json", "--compute", "rates")
+    done = paceline(folder, "plan", *arguments, "--from", "planned", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["step_time_s"] == pytest.approx(fitted_s)
+
+
 def test_another_model_or_machine_is_not_compared(folder):
     elsewhere = ("--plan", "plan.json", "--out", "other")
     done = paceline(folder, "run", *elsewhere, "train.py", 48, threads=None)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from paceline.core.errors import UsageError
+from paceline.core.errors import ConfigError, UsageError
 from paceline.core.machine_file import library_machine
 from paceline.core.plan import Mesh, Plan
 from paceline.perf.transformer import (
@@ -19,9 +19,13 @@ from paceline.perf.transformer import (
 from paceline.perf.transformer.efficiency import FIGURES, efficiency_of, prior
 from paceline.perf.transformer.fitting import informative, pooled
 from paceline.perf.transformer.lanes import LaneTask, pass_s
+from paceline.perf.transformer.layer import layer_work
+from paceline.perf.transformer.network import Network
 from paceline.perf.transformer.pipelining import StagePasses, batch_s
+from paceline.perf.transformer.pricing import DeviceRates, layer_seconds
 from paceline.perf.transformer.reliability import checkpoint_plan, straggler_wait_s
 from paceline.perf.transformer.step import step_times
+from paceline.perf.transformer.tiles import wave_factor
 
 SELENE = library_machine("selene")
 MODEL = Architecture(layers=32, hidden=4096, heads=32, vocab=51200, sequence=2048)
@@ -54,6 +58,69 @@ def test_interleaved_stages_divide_the_bubble(ranks, chunks, microbatches):
     assert batch_s(chosen, passes, microbatches) == pytest.approx(expected)
 
 
+def test_blocking_messages_are_part_of_the_passes_around_them():
+    """A rank inside of the pipeline receives and sends in each pass, the first and last do one."""
+    chosen = plan(pipeline=3, nodes=1, overlap_pipeline=False)
+    passes = StagePasses((1.0,) * 3, (2.0,) * 3, (0.25, 0.5))
+    longer = passes.blocking(3)
+    assert longer == StagePasses((1.25, 1.75, 1.5), (2.25, 2.75, 2.5))
+    assert batch_s(chosen, passes, 8) == batch_s(plan(pipeline=3), longer, 8)
+    around = StagePasses((1.0,) * 4, (2.0,) * 4, (0.5,)).blocking(2)  # two stages of each rank
+    assert around.forward_s == (1.5, 2.0, 2.0, 1.5)
+
+
+def test_a_message_uses_one_adapter_of_its_node():
+    (link,) = [link for link in SELENE.links if link.level == "network"]
+    one = dataclasses.replace(link, adapters=1)
+    rest = tuple(other for other in SELENE.links if other is not link)
+    times = {}
+    for name, network in (("eight", link), ("one", one)):
+        machine = dataclasses.replace(SELENE, links=(*rest, network))
+        found = Network.of(machine, efficiency_of(SELENE.devices[0]), 2)
+        times[name] = [found.boundary_s(0, senders, 1e9) for senders in (8, 16)]
+        times[name].append(found.boundary_s(7, 1, 1e9))  # the last device of a node to the next
+    assert times["eight"][:2] == times["one"][:2]  # all adapters are in use
+    latency_s = link.latency_s.value
+    assert times["eight"][2] - latency_s == pytest.approx(8 * (times["one"][2] - latency_s))
+    with pytest.raises(ConfigError, match="'adapters' is 0"):
+        dataclasses.replace(link, adapters=0)
+
+
+def test_a_pass_that_starting_its_kernels_bounds_hides_its_collectives():
+    chosen = plan(tensor=8)
+    work = layer_work(MODEL, chosen, 1.0)
+    rates = DeviceRates.of(SELENE, "bfloat16")
+    for layer_s, share in ((1.0, 0.01), (1e-9, 1.0)):
+        slow = dataclasses.replace(rates, layer_s=layer_s)
+        alone, both = layer_seconds(work, slow), layer_seconds(work, slow, (1e-3, 1e-3))
+        for before_s, after_s in zip(alone, both, strict=True):
+            assert after_s - before_s <= share * 1e-3 * (1 + 1e-6)
+
+
+def test_a_vocabulary_that_no_load_fits_slows_down_the_output_layer():
+    model = dataclasses.replace(MODEL, vocab=50257)
+    padded, bare = (
+        step_times(SELENE, model, plan(padded_vocabulary=pads), 64).breakdown.total_s
+        for pads in (True, False)
+    )
+    assert 1.01 < bare / padded < 1.3
+
+
+def test_tiles_of_a_product_come_in_waves():
+    assert wave_factor(256.0 * 108, 128.0, 1, 108) == 1.0  # one full wave
+    assert 1.5 < wave_factor(256.0 * 109, 128.0, 1, 108) < 2 * 108 / 109  # smaller tiles pay
+    assert wave_factor(64.0, 64.0, 1, 108) == pytest.approx(108 / 0.6)
+    assert wave_factor(64.0, 64.0, 1, 0) == 1.0  # multiprocessors that are not known
+
+
+def test_the_last_stage_may_have_the_output_layer_alone():
+    own = plan(pipeline=4, layers=(12, 10, 10, 0))
+    assert seconds(own) > seconds(plan(pipeline=4, layers=(9, 8, 8, 7)))
+    for layers in ((12, 0, 10, 10), (12, 10, 11, -1)):
+        with pytest.raises(ConfigError, match="'layers' is"):
+            plan(pipeline=4, layers=layers)
+
+
 def test_a_gather_is_hidden_by_the_layer_before_it():
     hidden = pass_s([LaneTask(1.0, 2.0)] * 10)
     assert hidden == pytest.approx(1.0 + 10 * 2.0)
@@ -83,6 +150,8 @@ def test_full_recomputation_takes_a_forward_pass_more():
         ({"tensor": 8, "compiled": False}, {"tensor": 8, "compiled": True}),
         ({"tensor": 8, "fused_attention": False}, {"tensor": 8, "fused_attention": True}),
         ({"tensor": 8}, {"tensor": 8, "sequence_parallel": True}),
+        ({"pipeline": 8, "overlap_pipeline": False}, {"pipeline": 8}),
+        ({"data": 8, "zero": 3, "overlap_data": False}, {"data": 8, "zero": 3}),
     ],
 )
 def test_what_saves_time_does(slow, fast):

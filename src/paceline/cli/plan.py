@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.plan_model import (
+    is_given,
     print_machines,
     print_transformer,
     refuse_other_flags,
@@ -27,6 +28,8 @@ Example: paceline plan examples/digits_step.py:step -n 2
   nothing runs: paceline plan examples/digits_step.py:step --compute rates
   in stages: paceline plan examples/digits_step.py:step -n 4 --strategy auto
   a transformer: paceline plan --model config.json --machine selene --nodes 4 --tensor 8 --zero 1
+  the best plan: paceline plan --model config.json --machine selene --nodes 1..64 --batch 512
+  corrected by a run of the last plan: paceline plan ... --from paceline-runs/train-20260101-120000
 """
 )
 @click.argument("target", metavar="[FILE.py:FUNCTION]", required=False)
@@ -94,7 +97,20 @@ Example: paceline plan examples/digits_step.py:step -n 2
     "budget",
     metavar="BYTES",
     help="Plan for a memory budget of each rank, as 8GiB: what is kept, computed again, spilled; "
-    "with --partitions, of each stage.",
+    "with --partitions, of each stage; with --model, of each device.",
+)
+@click.option(
+    "--loader-workers",
+    type=click.IntRange(min=0),
+    help="Processes of a rank that prepare batches beside the step [default: 0, the loop does].",
+)
+@click.option(
+    "--from",
+    "runs",
+    multiple=True,
+    metavar="RUN",
+    type=click.Path(path_type=Path),
+    help="Correct the machine by a run that followed a plan of this model; several times: by all.",
 )
 @click.option(
     "--compute",
@@ -126,6 +142,8 @@ def plan(
     schedule: PipelineChoice,
     batch: int | None,
     budget: str | None,
+    loader_workers: int | None,
+    runs: tuple[Path, ...],
     compute: ComputeChoice,
     out: Path | None,
     as_json: bool,
@@ -151,8 +169,20 @@ def plan(
         return
     if model is not None:
         refuse_other_flags(target, flags)
-        shared = {"batch": batch or 0, "schedule": schedule}
-        print_transformer(model, machine, {**flags, **shared}, out=out, as_json=as_json)
+        shared = {
+            "batch": batch or 0,
+            "schedule": schedule if is_given("schedule") else None,
+            "loader_workers": loader_workers,
+        }
+        print_transformer(
+            model,
+            machine,
+            {**flags, **shared},
+            runs=runs,
+            budget=budget,
+            out=out,
+            as_json=as_json,
+        )
         return
     refuse_transformer_flags(target, flags)
     assert target is not None
@@ -180,6 +210,8 @@ def plan(
             fit_bytes=parse_size(budget) if budget else None,
             buckets="auto" if buckets == "auto" else parse_size(buckets) if buckets else None,
             compute=compute,
+            loader_workers=loader_workers or 0,
+            runs=runs,
         ),
     )
     assert planned.estimate is not None

@@ -341,6 +341,7 @@ class Link(Record):
             itself, all ranks of a ``device``, all ranks of a ``node``, or ``all`` that use the
             level.
         width: devices that the level joins; 0: not stated.
+        adapters: among which a node's bandwidth is divided; one message uses one of them.
     """
 
     version: ClassVar[int] = 2
@@ -349,8 +350,13 @@ class Link(Record):
     bandwidth_bytes_per_s: Quantity
     sharing: Literal["pair", "device", "node", "all"] = "node"
     width: int = 0
+    adapters: int = 1
 
     def __post_init__(self) -> None:
+        if self.adapters < 1:
+            raise ConfigError(
+                f"'adapters' is {self.adapters}", where=self.level, fix="Give 1 or more"
+            )
         _refuse_outside("latency_s", self.latency_s, least=0)
         _refuse_outside("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, above=0)
 

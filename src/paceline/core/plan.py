@@ -75,7 +75,8 @@ class Plan(Record):
             DistributedDataParallel or fully_shard, or a mode of Paceline's engine.
         microbatches: of a pipeline's batch; 0: 4 for each stage.
         schedule: order in which the stages of a pipeline compute them.
-        layers: number of layers of each stage; empty: stages of equal cost.
+        layers: number of layers of each stage; empty: stages of equal cost. 0 for the last one: of
+            a transformer it has the output layer alone.
         stages_per_rank: of a pipeline; more than 1: the interleaved order of Megatron.
         zero: what data-parallel ranks share out, as ZeRO's stages: 0 nothing, 1 the optimizer's
             state, 2 and the gradients, 3 and the parameters.
@@ -88,9 +89,14 @@ class Plan(Record):
         balanced_context: context-parallel ranks have equal shares of causal attention, not equal
             runs of tokens.
         compiled: elementwise operators are fused with their neighbours.
+        padded_vocabulary: the output layer has rows beyond the vocabulary, so that it fits tiles.
         overlap_tensor: tensor-parallel collectives run beside the products that need them.
-        overlap_data: the reduction of gradients runs beside the backward pass.
+        overlap_data: the reduction of gradients, and with ZeRO-3 the gathers of parameters, run
+            beside the passes.
+        overlap_pipeline: messages between stages move while both stages compute; else each waits
+            for what it sends and receives.
         reduce_precision: dtype in which gradients are kept and reduced.
+        compression: bytes of gradients over those that replicas exchange of them; 1: all are.
     """
 
     mesh: Mesh = Mesh()
@@ -113,15 +119,24 @@ class Plan(Record):
     fused_attention: bool = True
     balanced_context: bool = True
     compiled: bool = False
+    padded_vocabulary: bool = True
     overlap_tensor: bool = False
     overlap_data: bool = True
+    overlap_pipeline: bool = True
     reduce_precision: Literal["float32", "bfloat16"] = "float32"
+    compression: float = 1.0
 
     def __post_init__(self) -> None:
         self._check_stages()
         for name in ("threads", "nodes", "bucket_bytes", "first_bucket_bytes", "stages_per_rank"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"'{name}' must be at least 1", where="Plan", fix="Use 1 or more")
+        if self.compression < 1:
+            raise ConfigError(
+                f"'compression' is {self.compression:g}",
+                where="Plan",
+                fix="Use 1 for none, or more",
+            )
         if self.loader_workers < 0:
             raise ConfigError(
                 "'loader_workers' must not be negative", where="Plan", fix="Use 0 for none"
@@ -134,7 +149,8 @@ class Plan(Record):
                 where="Plan",
                 fix=f"Use 0 for {MICROBATCHES_PER_STAGE} per stage",
             )
-        if self.layers and (len(self.layers) != self.mesh.pipeline or min(self.layers) < 1):
+        least = min([*self.layers[:-1], *(count + 1 for count in self.layers[-1:])], default=1)
+        if self.layers and (len(self.layers) != self.mesh.pipeline or least < 1):
             raise ConfigError(
                 f"'layers' is {list(self.layers)} for {self.mesh.pipeline} stages",
                 where="Plan",

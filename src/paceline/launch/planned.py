@@ -19,6 +19,17 @@ if TYPE_CHECKING:
     from paceline.core.plan import Plan
     from paceline.launch.task_placement import TaskPlacement
 
+# Fields of a plan that a run cannot set from outside.
+_ONLY_SCRIPT = (
+    "precision",
+    "loader_workers",
+    "engine",
+    "zero",
+    "recompute",
+    "compiled",
+    "compression",
+)
+
 
 def check_plan(
     plan: Plan,
@@ -113,7 +124,7 @@ def plan_warnings(plan: Plan, kind: ProgramKind) -> tuple[str, ...]:
         lost = ("the plan's bucket sizes do not reach a program that is not Python",)
     names = [
         f"{name} = {getattr(plan, name)}"
-        for name in ("precision", "loader_workers", "engine", "zero", "recompute", "compiled")
+        for name in _ONLY_SCRIPT
         if getattr(plan, name) != getattr(default, name)
     ]
     if plan.mesh.pipeline > 1:

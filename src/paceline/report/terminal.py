@@ -17,6 +17,7 @@ from paceline.report.advice.gather import mean_times
 from paceline.report.compare import shown_cells, shown_phases
 from paceline.report.data_nodes import node_rows
 from paceline.report.fitting_table import FittingTable
+from paceline.report.memory_fit import render_memory_fit, render_stage_fits
 from paceline.report.model import modelled_s
 from paceline.report.pipeline import cause_rows, rank_rows, transfer_words
 from paceline.report.stages import render_candidates, render_stages
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from paceline.core.estimate import Estimate, MemoryFit
+    from paceline.core.estimate import Estimate
     from paceline.perf.calibrate import Calibration
     from paceline.report.compare import Comparison
     from paceline.report.model import Report
@@ -230,77 +231,9 @@ def render_estimate(estimate: Estimate) -> Group:
         phases,
         Text(),
         memory,
-        *_memory_fit(estimate.memory_fit),
-        *_stage_fits(estimate),
+        *render_memory_fit(estimate.memory_fit),
+        *render_stage_fits(estimate),
     )
-
-
-def _memory_fit(found: MemoryFit | None) -> list[RenderableType]:
-    """Return what goes where within a memory budget."""
-    if found is None:
-        return []
-    actions = ("keep", "recompute", "spill")
-    rows = [
-        [format_bytes(counts.get(action, 0)) for action in actions]
-        for counts in found.kinds.values()
-    ]
-    again = f", computed again: {', '.join(found.recomputed)}" if found.recomputed else ""
-    return [
-        Text(),
-        Text(
-            f"within {format_bytes(found.budget_bytes)}: peak {format_bytes(found.peak_bytes)} of "
-            f"a process (in core {format_bytes(found.in_core_peak_bytes)}), a step of "
-            f"{format_seconds(found.step_s)}, {found.slowdown:.2f} times as long; "
-            f"{format_bytes(found.spilled_bytes)} spilled, {format_seconds(found.exposed_s)} of "
-            f"the transfers exposed{printable(again)}",
-            style="bold",
-        ),
-        Text(
-            f"smallest budget: {format_bytes(found.least_bytes)}; disk: "
-            f"{format_rate(found.disk_bytes_per_s)} ({printable(found.disk_source)})"
-        ),
-        Text(),
-        _table("tensors", ["kept", "recomputed", "spilled"], list(found.kinds), rows),
-    ]
-
-
-def _stage_fits(estimate: Estimate) -> list[RenderableType]:
-    """Return what goes where on a rank of each stage, within a memory budget."""
-    fits = [stage.memory_fit for stage in estimate.stages if stage.memory_fit is not None]
-    if not fits:
-        return []
-    slowdown = estimate.fitted_step_s / estimate.step_time_s
-    rows = [
-        [
-            format_bytes(found.peak_bytes),
-            format_bytes(found.in_core_peak_bytes),
-            format_bytes(found.least_bytes),
-            *(
-                format_bytes(found.kinds[kind].get("spill", 0))
-                for kind in ("activations", "optimizer state")
-            ),
-            format_seconds(found.exposed_s),
-            f"{found.slowdown:.2f}",
-        ]
-        for found in fits
-    ]
-    heads = ["peak", "in core", "smallest budget", "activations spilled", "optimizer state spilled"]
-    return [
-        Text(),
-        Text(
-            f"within {format_bytes(fits[0].budget_bytes)} of each rank's process: a step of "
-            f"{format_seconds(estimate.fitted_step_s)}, {slowdown:.2f} times as long",
-            style="bold",
-        ),
-        Text(f"disk: {format_rate(fits[0].disk_bytes_per_s)} ({printable(fits[0].disk_source)})"),
-        Text(),
-        _table(
-            "stage",
-            [*heads, "waits for the disk", "times as long"],
-            [str(number) for number in range(len(fits))],
-            rows,
-        ),
-    ]
 
 
 def render_calibration(calibration: Calibration) -> Group:

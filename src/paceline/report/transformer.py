@@ -8,6 +8,7 @@ from rich.console import Group
 from rich.text import Text
 
 from paceline.report.fitting_table import FittingTable
+from paceline.report.memory_fit import render_memory_fit
 from paceline.report.units import (
     format_bytes,
     format_seconds,
@@ -59,6 +60,7 @@ def render_transformer(estimate: Estimate, flops_per_sample: float) -> Group:
         _shares(estimate),
         Text(),
         _traffic(estimate),
+        *render_memory_fit(estimate.memory_fit, of="a device"),
         *_failures(estimate),
         Text(),
     ]

@@ -1,4 +1,4 @@
-"""Calibrates a Machine by a run: gathers the measurements here, `perf` fits the Machine to them."""
+"""Calibrates a Machine by runs: gathers the measurements here, `perf` fits the Machine to them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,28 @@ import numpy as np
 from paceline.core.breakdown import PHASES
 from paceline.core.errors import NotFound, UsageError
 from paceline.perf.calibrate import (
+    DRIFT_LOG_SD,
     Calibration,
     Evidence,
     Observed,
     ObservedCollective,
     calibrate,
 )
+from paceline.perf.transformer import TimedStep, fit_efficiency, with_efficiency
+from paceline.perf.transformer.fitting import MODEL_ERROR
 from paceline.report.comparable import difference
 from paceline.report.compare import padded, undisturbed_steps
 from paceline.report.model import gather
 from paceline.runs.folder import RunFolder
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
+    from paceline.core.estimate import Estimate
     from paceline.core.machine import Machine
+    from paceline.core.plan_file import PlanFile
+    from paceline.perf.transformer import Architecture
     from paceline.report.model import Report
     from paceline.trace.analysis.communication import Traffic
 
@@ -46,15 +53,65 @@ def calibrate_by_run(machine: Machine, run: Path) -> tuple[Machine, Calibration]
         UsageError: the run is not of its plan, or has no undisturbed step.
         CorruptTrace: a trace is damaged.
     """
+    report, planned, _ = _planned_run(run)
+    if planned.workload is None:
+        raise _no_model(report)
+    return calibrate(machine, planned.workload, planned.plan, gather_evidence(report))
+
+
+def refit_by_runs(machine: Machine, model: Architecture, runs: Sequence[Path]) -> Machine:
+    """Return the machine with an efficiency fitted to the steps of runs of one architecture.
+
+    What a step waited for its data is left out, since the loaders are not the device's. A run of
+    few steps, or of unequal ones, counts less.
+
+    Args:
+        machine: the prior; it is not changed.
+        model: that the runs trained, after plans of ``paceline plan --model``.
+        runs: their folders.
+
+    Raises:
+        NotFound: there is no run, it recorded nothing, or it followed no plan with an estimate.
+        UsageError: a run is not of its plan, trained another model, or has no undisturbed step.
+        CorruptTrace: a trace is damaged.
+    """
+    steps = [_timed_step(model, run) for run in runs]
+    return with_efficiency(machine, fit_efficiency(machine, steps))
+
+
+def _timed_step(model: Architecture, run: Path) -> TimedStep:
+    report, planned, predicted = _planned_run(run)
+    if predicted.workload_digest != model.digest():
+        raise UsageError(
+            "the run trained another architecture",
+            where=str(report.run),
+            why=f"its plan is of {predicted.workload}, with other numbers",
+            fix="Give the --model that the run was planned with",
+        )
+    evidence = gather_evidence(report)
+    seconds = evidence.step.seconds - evidence.phases["input"].seconds
+    if not evidence.steps or seconds <= 0:
+        raise UsageError(
+            "the run has no step to fit to in which no rank was late",
+            where=str(report.run),
+            fix="Fit to a longer run, or one without a straggler",
+        )
+    error = math.hypot(evidence.step.error_s / seconds, DRIFT_LOG_SD)
+    return TimedStep(
+        model=model,
+        plan=planned.plan,
+        batch=predicted.batch,
+        step_s=seconds,
+        weight=MODEL_ERROR / math.hypot(MODEL_ERROR, error),
+    )
+
+
+def _planned_run(run: Path) -> tuple[Report, PlanFile, Estimate]:
+    """Return a run, its plan and the prediction, which are of one another."""
     report = gather(run)
     planned = RunFolder(report.run).read_plan()
-    if planned is None or planned.workload is None or planned.estimate is None:
-        raise NotFound(
-            "the run does not say what model it trained",
-            where=str(report.run),
-            why="it has no plan with a Workload",
-            fix="Run it again with --plan and the file that `paceline plan --out` wrote",
-        )
+    if planned is None or planned.estimate is None:
+        raise _no_model(report)
     differs = difference(
         planned.estimate,
         report.trace,
@@ -70,7 +127,16 @@ def calibrate_by_run(machine: Machine, run: Path) -> tuple[Machine, Calibration]
             why=differs,
             fix="Plan what the script trains, and run it with --plan",
         )
-    return calibrate(machine, planned.workload, planned.plan, gather_evidence(report))
+    return report, planned, planned.estimate
+
+
+def _no_model(report: Report) -> NotFound:
+    return NotFound(
+        "the run does not say what model it trained",
+        where=str(report.run),
+        why="it has no plan with a Workload, or with an estimate of --model",
+        fix="Run it again with --plan and the file that `paceline plan --out` wrote",
+    )
 
 
 def gather_evidence(report: Report) -> Evidence:

@@ -15,6 +15,7 @@ from paceline.core.workload_file import read_workload
 from paceline.perf import choose_buckets, divide, estimate
 from paceline.perf.out_of_core import fit, fit_stages
 from paceline.probe.machine_file import load_machine
+from paceline.studies.calibrate import calibrate_by_run
 from paceline.studies.measured_estimate import estimate_here
 from paceline.training.capture_process import BatchDivision, StageDivision, capture_splits
 
@@ -48,6 +49,8 @@ class StrategyOptions:
         compute: ``measured`` runs a few steps here and times their operators; ``rates`` takes the
             machine's rates of operator classes; ``auto`` measures where the machine is this host,
             the ranks have the whole model and the function's batch, and the step runs.
+        loader_workers: processes of a rank that prepare batches beside the step.
+        runs: folders of runs that followed a plan of the model, by which the machine is corrected.
     """
 
     strategy: StrategyChoice | None = None
@@ -58,6 +61,8 @@ class StrategyOptions:
     fit_bytes: int | None = None
     buckets: int | Literal["auto"] | None = None
     compute: ComputeChoice = "auto"
+    loader_workers: int = 0
+    runs: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         if self.fit_bytes is not None and self.fit_bytes < 1:
@@ -139,6 +144,9 @@ def predict(
         PacelineError: the capture failed, see `capture_splits`.
     """
     machine = load_machine(machine_path)
+    options = strategy or StrategyOptions()
+    for run in options.runs:
+        machine, _ = calibrate_by_run(machine, run)
     cores = machine.devices[0].cores if machine.devices else 1
     plan = Plan(
         mesh=Mesh(data=ranks),
@@ -146,8 +154,8 @@ def predict(
         allocator=allocator,
         collectives=collectives,
         engine=engine,
+        loader_workers=options.loader_workers,
     )
-    options = strategy or StrategyOptions()
     if isinstance(options.buckets, int):
         plan = replace(plan, bucket_bytes=options.buckets)
     chooses = options.buckets == "auto"

@@ -8,10 +8,12 @@ from paceline.perf.transformer.architecture import Architecture
 from paceline.perf.transformer.configurations import read_architecture
 from paceline.perf.transformer.fitting import TimedStep, fit_efficiency, with_efficiency
 from paceline.perf.transformer.prediction import Risks, estimate_transformer
+from paceline.perf.transformer.supply import SampleCost
 
 __all__ = [
     "Architecture",
     "Risks",
+    "SampleCost",
     "TimedStep",
     "estimate_transformer",
     "fit_efficiency",

@@ -47,11 +47,19 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True)
 class LevelCost:
-    """A link as a group of ranks sees it: seconds of latency, and per byte."""
+    """A link as a group of ranks sees it: seconds of latency, and per byte.
+
+    Attributes:
+        latency_s: of an empty message.
+        s_per_byte: of all that share the link.
+        shared: whether the devices of a node do.
+        adapters: of the node, of which a message uses one.
+    """
 
     latency_s: float
     s_per_byte: float
     shared: bool
+    adapters: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +145,8 @@ class Network:
     def boundary_s(self, stage: int, stride: int, size_bytes: float) -> float:
         """Return the seconds of a message from a stage of the pipeline to the next one.
 
-        All ranks of the stage on a node send at the same time. Stages that share a node send over
-        the link between its devices.
+        All ranks of the stage on a node send at the same time, each over one adapter. Stages that
+        share a node send over the link between its devices.
 
         Args:
             stage: rank of the pipeline that sends.
@@ -150,7 +158,7 @@ class Network:
         level = self.inside if first == last else self.across
         if level is None:
             return 0.0
-        senders = min(stride, self.node_devices) if level.shared else 1
+        senders = max(min(stride, self.node_devices), level.adapters) if level.shared else 1
         return level.latency_s + size_bytes * level.s_per_byte * senders
 
 
@@ -164,7 +172,8 @@ def _level(link: Link | None, efficiency: float) -> LevelCost | None:
     if link is None:
         return None
     bandwidth = link.bandwidth_bytes_per_s.value * efficiency
-    return LevelCost(link.latency_s.value, 1 / bandwidth, link.sharing in ("node", "all"))
+    shared = link.sharing in ("node", "all")
+    return LevelCost(link.latency_s.value, 1 / bandwidth, shared, link.adapters)
 
 
 def strides(mesh: Mesh) -> dict[str, int]:

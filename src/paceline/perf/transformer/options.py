@@ -39,6 +39,9 @@ class TransformerOptions:
         fused_attention: attention in one kernel.
         compiled: elementwise operators are fused.
         overlap: collectives run beside compute where that is possible.
+        loader_workers: processes that prepare a replica's samples beside the step; 0: the loop
+            does.
+        compression: bytes of gradients over those that replicas exchange of them.
     """
 
     nodes: int = 1
@@ -56,6 +59,8 @@ class TransformerOptions:
     fused_attention: bool = True
     compiled: bool = False
     overlap: bool = True
+    loader_workers: int = 0
+    compression: float = 1.0
 
 
 def make_plan(machine: Machine, options: TransformerOptions) -> tuple[Plan, int]:
@@ -97,7 +102,10 @@ def make_plan(machine: Machine, options: TransformerOptions) -> tuple[Plan, int]
         fused_attention=options.fused_attention,
         compiled=options.compiled,
         overlap_data=options.overlap,
+        overlap_pipeline=options.overlap,
         reduce_precision="float32",
+        loader_workers=options.loader_workers,
+        compression=options.compression,
     )
     return plan, batch
 

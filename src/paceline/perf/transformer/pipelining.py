@@ -13,7 +13,8 @@ interleaved ones, within rounding where all stages are equal. Then the closed fo
 
 Messages move while ranks compute. With one stage per rank and boundaries that are all alike they
 make each pass longer, see `StagePasses.with_messages`; else they are replayed: interleaved ranks
-have more microbatches on their way, which hides short messages.
+have more microbatches on their way, which hides short messages. Where the plan says that messages
+do not overlap, a rank computes nothing while it sends or receives (`StagePasses.blocking`).
 """
 
 from __future__ import annotations
@@ -80,6 +81,29 @@ class StagePasses:
             tuple(seconds + more_s for seconds in self.backward_s),
         )
 
+    def blocking(self, ranks: int) -> StagePasses:
+        """Return passes that include their messages, in which a rank computes nothing.
+
+        A pass receives at one end of its stage and sends at the other, one message after the other.
+        The last rank's message to the first one, of interleaved stages, takes as long as that to
+        it.
+
+        Args:
+            ranks: of the pipeline.
+        """
+        if not self.messages_s:
+            return self
+        last = len(self.forward_s) - 1
+        sent_s = [self.messages_s[min(stage % ranks, ranks - 2)] for stage in range(last)]
+        around_s = [
+            (sent_s[stage - 1] if stage else 0.0) + (sent_s[stage] if stage < last else 0.0)
+            for stage in range(last + 1)
+        ]
+        return StagePasses(
+            tuple(own_s + more_s for own_s, more_s in zip(self.forward_s, around_s, strict=True)),
+            tuple(own_s + more_s for own_s, more_s in zip(self.backward_s, around_s, strict=True)),
+        )
+
     def shortened(self, ranks: int, chunks: int) -> StagePasses:
         """Return the times of a model with fewer inner stages, on `ranks` with `chunks` each."""
         inner = ranks * chunks - 1
@@ -102,8 +126,11 @@ def batch_s(plan: Plan, passes: StagePasses, microbatches: int) -> float:
     ranks = plan.mesh.pipeline
     if ranks == 1:
         return microbatches * (sum(passes.forward_s) + sum(passes.backward_s))
-    folds = passes.is_uniform and plan.stages_per_rank == 1
-    times = passes.with_messages() if folds else passes
+    times = passes
+    if not plan.overlap_pipeline:
+        times = passes.blocking(ranks)
+    elif passes.is_uniform and plan.stages_per_rank == 1:
+        times = passes.with_messages()
     if 2 * microbatches * len(times.forward_s) <= _MOST_ACTIONS:
         return replayed_s(plan, times, ranks, microbatches)
     if not times.is_uniform or not times.is_regular or ranks <= _SMALL:

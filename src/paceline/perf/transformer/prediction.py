@@ -12,11 +12,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from paceline.core.estimate import Estimate
+from paceline.perf.transformer.checks import check
 from paceline.perf.transformer.efficiency import FIGURES, efficiency_of
 from paceline.perf.transformer.memory import parameter_bytes, rank_memory, rank_parameters
 from paceline.perf.transformer.network import Network, inside_level
+from paceline.perf.transformer.offload import fit_device
 from paceline.perf.transformer.reliability import checkpoint_plan, straggler_wait_s
-from paceline.perf.transformer.step import check, step_times
+from paceline.perf.transformer.step import step_times
+from paceline.perf.transformer.supply import SampleCost, supply
 from paceline.perf.transformer.traffic import link_bytes
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from paceline.core.plan import Plan
     from paceline.perf.transformer.architecture import Architecture
     from paceline.perf.transformer.step import StepSeconds
+    from paceline.perf.transformer.supply import Supply
 
 # Error of the model where the efficiency is known: mean over rows of published tables that were
 # not fitted, bench/validate_perf.py.
@@ -68,6 +72,9 @@ def estimate_transformer(
     plan: Plan,
     batch: int,
     risks: Risks | None = None,
+    *,
+    sample: SampleCost | None = None,
+    budget_bytes: int | None = None,
 ) -> Estimate:
     """Return the predicted step of a transformer.
 
@@ -77,8 +84,12 @@ def estimate_transformer(
         plan: how it is spread.
         batch: samples of a step over all replicas.
         risks: stragglers and failures; None: none.
+        sample: what it takes to load one; None: data are in memory.
+        budget_bytes: of each device, of which `Estimate.memory_fit` says how it is kept; None:
+            none.
 
     Raises:
+        MemoryExceeded: nothing that can leave a device for its host keeps the budget.
         UsageError: the plan does not fit the model or the machine, which may lack a figure.
     Cost: 2 to 20 ms.
     """
@@ -90,7 +101,12 @@ def estimate_transformer(
     risks = risks or Risks()
     total_s = times.breakdown.total_s
     wait_s = straggler_wait_s(total_s, risks.jitter, plan.mesh.world_size)
-    breakdown = replace(times.breakdown, waiting=times.breakdown.waiting + wait_s)
+    loading = supply(machine, plan, batch, sample or SampleCost())
+    breakdown = replace(
+        times.breakdown,
+        waiting=times.breakdown.waiting + wait_s,
+        input=loading.wait_s(total_s + wait_s),
+    )
     step_s = breakdown.total_s
     spread = math.exp(_SIGMAS * _deviation(machine, reached, slopes))
     ranks = rank_memory(model, plan, microbatch, device)
@@ -98,7 +114,7 @@ def estimate_transformer(
     memory = {kind: size for kind, size in ranks[fullest].items() if size}
     needed, available = sum(memory.values()), int(device.memory_bytes.value)
     network = Network.of(machine, reached, plan.nodes)
-    shares = _shares(slopes, breakdown.waiting / step_s)
+    shares = _shares(slopes, breakdown.waiting / step_s, breakdown.input / step_s)
     interval_s, useful = _checkpoints(machine, model, plan, risks)
     return Estimate(
         workload=model.name,
@@ -113,9 +129,9 @@ def estimate_transformer(
         memory_bytes=memory,
         link_bytes=link_bytes(model, plan, microbatch, network, inside_level(machine)),
         trained_parameter_bytes=round(max(rank_parameters(model, plan)) * parameter_bytes(plan)),
-        limit=max(shares, key=lambda name: shares[name]),
+        limit=_limit(shares, loading, breakdown.input),
         shares=shares,
-        sources=_sources(reached),
+        sources=_sources(reached, loading),
         fits=needed <= available,
         needed_memory_bytes=needed,
         available_memory_bytes=available,
@@ -128,6 +144,11 @@ def estimate_transformer(
         batch=batch,
         checkpoint_interval_s=interval_s,
         useful_share=useful,
+        memory_fit=None
+        if budget_bytes is None
+        else fit_device(
+            machine, model, plan, microbatch, times, step_s=step_s, budget_bytes=budget_bytes
+        ),
     )
 
 
@@ -168,20 +189,32 @@ def _deviation(machine: Machine, reached: Efficiency, slopes: dict[str, float]) 
     return math.sqrt(variance)
 
 
-def _shares(slopes: dict[str, float], waiting: float) -> dict[str, float]:
+def _shares(slopes: dict[str, float], waiting: float, loading: float) -> dict[str, float]:
     """Return each resource's share of the step: how much shorter a faster one would make it."""
-    shares = {"pipeline bubble": max(0.0, waiting)}
+    shares = {"pipeline bubble": max(0.0, waiting), "data loading": loading}
+    rest = 1 - waiting - loading
     for name, slope in slopes.items():
         resource = _RESOURCES[name]
-        shares[resource] = shares.get(resource, 0.0) + abs(slope) * (1 - waiting)
-    shares["compute"] -= abs(slopes["unaligned"]) * (1 - waiting)  # part of matmul's own slope
+        shares[resource] = shares.get(resource, 0.0) + abs(slope) * rest
+    shares["compute"] -= abs(slopes["unaligned"]) * rest  # part of matmul's own slope
     return {name: round(share, 4) for name, share in shares.items()}
 
 
-def _sources(reached: Efficiency) -> dict[str, str]:
+def _limit(shares: dict[str, float], loading: Supply, input_s: float) -> str:
+    """Return what limits the step: loaders that it waits for, else the largest share.
+
+    While a step waits for loaders beside it, nothing else makes it shorter.
+    """
+    if loading.runs_beside and input_s:
+        return "data loading"
+    return max(shares, key=lambda name: shares[name])
+
+
+def _sources(reached: Efficiency, loading: Supply) -> dict[str, str]:
     compute = f"{reached.matmul.source}: {reached.matmul.reference}"
     network = f"{reached.network.source}: {reached.network.reference}"
     return dict.fromkeys(("forward", "backward", "optimizer"), compute) | {
+        "input": loading.source,
         "transfer": network,
         "waiting": "replay of the schedule",
     }

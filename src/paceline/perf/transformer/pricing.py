@@ -3,8 +3,10 @@
 A product of M x K by K x N takes ``FLOPs / (peak x matmul) + bytes / (memory bandwidth x
 bandwidth)``: the second term is what makes small and thin products slow. Both are added, not the
 larger taken, since a kernel's loads and stores at its ends overlap with nothing. Dimensions that do
-not fit tiles (of 64 elements, of heads 32) cost the factor `Efficiency.unaligned`. Other operators
-move bytes. A pass is no shorter than the host takes to start its kernels.
+not fit tiles (of 64 elements, of heads 32) cost the factor `Efficiency.unaligned`, and those that
+are no multiples of a load's width cost `unvectored_factor` as well; `tiles` has what a last wave of
+tiles leaves idle. Other operators move bytes. A pass is no shorter than the host takes to start its
+kernels.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import UsageError
-from paceline.perf.transformer.efficiency import efficiency_of
+from paceline.perf.transformer.efficiency import efficiency_of, unvectored_factor
 from paceline.perf.transformer.layer import ACTIVATION_BYTES, HEAD_TILE, TILE
+from paceline.perf.transformer.tiles import multiprocessors, wave_factor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,10 +27,14 @@ if TYPE_CHECKING:
 
 # Steps along the inner dimension in which a tile of a product starts and ends: four stages of 32.
 TILE_FILL = 128
+# Elements of 16 bits that kernels load at once.
+VECTOR = 8
 # Of the forward pass of a fused kernel: five products of the backward pass over two.
 ATTENTION_BACKWARD = 2.5
 # A backward pass starts about two kernels for each of the forward pass.
 BACKWARD_OVERHEAD = 2.0
+# Exponent of the mean of host and device; the larger, the nearer to the slower of both.
+RUN_AHEAD = 6
 _FALLBACKS = {"float8": "bfloat16", "bfloat16": "float16", "float16": "float32"}
 
 
@@ -42,6 +49,9 @@ class DeviceRates:
         unaligned: factor of `matmul_per_s` for products that do not fit tiles.
         layer_s: fixed cost of a layer's forward pass.
         dtype: whose peak rate is taken.
+        unvectored: factor, beside `unaligned`, for products that kernels cannot load 16 bytes at a
+            time.
+        processors: that compute a tile of a product each; 0: not known.
     """
 
     matmul_per_s: float
@@ -50,6 +60,8 @@ class DeviceRates:
     unaligned: float
     layer_s: float
     dtype: str
+    unvectored: float
+    processors: int
 
     @classmethod
     def of(
@@ -83,6 +95,8 @@ class DeviceRates:
             unaligned=reached.unaligned.value,
             layer_s=reached.layer_s.value,
             dtype=dtype,
+            unvectored=unvectored_factor(device),
+            processors=multiprocessors(device),
         )
 
     def products_s(self, products: Iterable[Product]) -> float:
@@ -90,7 +104,10 @@ class DeviceRates:
         total_s = 0.0
         for product in products:
             rate = self.matmul_per_s * (1.0 if product.fits(TILE) else self.unaligned)
-            total_s += product.flops / rate * (1 + TILE_FILL / product.inner)
+            if not product.fits(VECTOR):
+                rate *= self.unvectored
+            waves = wave_factor(product.rows, product.columns, product.count, self.processors)
+            total_s += product.flops / rate * (1 + TILE_FILL / product.inner) * waves
             total_s += ACTIVATION_BYTES * product.elements / self.bytes_per_s
         return total_s
 
@@ -109,11 +126,19 @@ def _known(dtype: str, peaks: dict[str, float]) -> str:
     return dtype if dtype in peaks else next(iter(peaks))
 
 
-def layer_seconds(work: LayerWork, rates: DeviceRates) -> tuple[float, float]:
-    """Return the seconds of a layer's (forward pass, backward pass), communication left out.
+def layer_seconds(
+    work: LayerWork, rates: DeviceRates, exchanges_s: tuple[float, float] = (0.0, 0.0)
+) -> tuple[float, float]:
+    """Return the seconds of a layer's (forward pass, backward pass).
 
     The backward pass has two products for each of the forward pass, and computes again what the
     plan does not keep.
+
+    Args:
+        work: of the layer.
+        rates: of the device.
+        exchanges_s: seconds in which the device waits for collectives inside of each pass. The host
+            starts kernels meanwhile: a pass that its kernels' start bounds hides them.
     """
     products_s = rates.products_s(work.products)
     scores_s = rates.scores_s(work.scores)
@@ -135,14 +160,17 @@ def layer_seconds(work: LayerWork, rates: DeviceRates) -> tuple[float, float]:
     elif work.recompute_scores:
         backward_s += scores_s + softmax_s
     return (
-        _launched(forward_s, rates.layer_s),
-        _launched(backward_s, rates.layer_s * (BACKWARD_OVERHEAD + work.recompute_all)),
+        _launched(forward_s + exchanges_s[0], rates.layer_s),
+        _launched(
+            backward_s + exchanges_s[1], rates.layer_s * (BACKWARD_OVERHEAD + work.recompute_all)
+        ),
     )
 
 
 def _launched(device_s: float, host_s: float) -> float:
     """Return the seconds of a pass whose kernels the host starts while the device computes.
 
-    The slower of both, with a transition: the host runs ahead by some kernels, not by a whole pass.
+    The slower of both, with a short transition: CUDA's queues hold about a thousand kernels, so
+    that the host runs ahead by many layers wherever nothing makes it wait for the device.
     """
-    return float((device_s**3 + host_s**3) ** (1 / 3))
+    return float((device_s**RUN_AHEAD + host_s**RUN_AHEAD) ** (1 / RUN_AHEAD))

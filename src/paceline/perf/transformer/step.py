@@ -21,14 +21,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.core.breakdown import Breakdown
-from paceline.core.errors import UsageError
+from paceline.perf.transformer.checks import check
 from paceline.perf.transformer.efficiency import efficiency_of
 from paceline.perf.transformer.lanes import LaneTask, pass_s
-from paceline.perf.transformer.layer import ACTIVATION_BYTES, Product, layer_work
+from paceline.perf.transformer.layer import ACTIVATION_BYTES, TILE, Product, layer_work
 from paceline.perf.transformer.memory import rank_parameters, stage_layer_counts
 from paceline.perf.transformer.network import Network, RankGroup, strides
 from paceline.perf.transformer.pipelining import StagePasses, batch_s
 from paceline.perf.transformer.pricing import DeviceRates, layer_seconds
+from paceline.perf.transformer.reduction import (
+    compression_s,
+    exposed_reduction_s,
+    reduction_s,
+)
 
 if TYPE_CHECKING:
     from paceline.core.machine import Efficiency, Machine
@@ -41,8 +46,10 @@ LOGIT_BYTES = 42
 # Bytes per parameter that Adam moves: gradient, two moments and master read, all but the first
 # written, the 16-bit copy; and the norm of the gradients.
 OPTIMIZER_BYTES = 34
-# Of a stage's last backward pass, beside which gradients are reduced: the last bucket is late.
-HIDDEN_SHARE = 0.9
+# Of tensor-parallel collectives, what products hide that are cut into pieces beside them: a product
+# in pieces is slower, and so is a collective by single messages. Source: torchtitan, benchmarks of
+# 2024-12, table 4: 829 tokens a second become 876, 5.4 % of a step of which a quarter is exchanges.
+TENSOR_HIDDEN = 0.25
 # Bytes per parameter that adding a microbatch's gradient to a 32-bit sum moves.
 ACCUMULATE_BYTES = 8
 
@@ -68,8 +75,14 @@ class StepSeconds:
 
 
 @dataclass(frozen=True, slots=True)
-class _Costs:
-    """What the parts of a step cost a rank for one microbatch."""
+class MicrobatchCosts:
+    """What the parts of a step cost a rank for one microbatch, in seconds.
+
+    Attributes:
+        layer_forward_s, layer_backward_s: of a layer's compute.
+        tensor_forward_s, tensor_backward_s: of its exchanges that compute does not hide.
+        output_forward_s, output_backward_s: of the output layer and the loss.
+    """
 
     layer_forward_s: float
     layer_backward_s: float
@@ -77,46 +90,6 @@ class _Costs:
     tensor_backward_s: float
     output_forward_s: float
     output_backward_s: float
-    messages_s: tuple[float, ...]
-
-
-def check(machine: Machine, model: Architecture, plan: Plan, batch: int) -> float:
-    """Return the samples of a microbatch.
-
-    Raises:
-        UsageError: the plan does not fit the model, the batch or the machine.
-    """
-    mesh = plan.mesh
-    where = f"mesh {mesh.data} x {mesh.pipeline} x {mesh.tensor} (data x pipeline x tensor)"
-    stages = mesh.pipeline * plan.stages_per_rank
-    if not machine.devices:
-        raise UsageError("the machine has no device", where=machine.name, fix="Describe one")
-    devices = plan.nodes * machine.devices[0].count
-    if mesh.world_size > devices:
-        raise UsageError(
-            f"{mesh.world_size} ranks need as many devices, {plan.nodes} nodes have {devices}",
-            where=where,
-            fix=f"Plan with --nodes {-(-mesh.world_size // machine.devices[0].count)} or more",
-        )
-    if stages > model.layers:
-        raise UsageError(
-            f"{model.layers} layers cannot be cut into {stages} stages",
-            where=where,
-            fix="Plan with fewer stages",
-        )
-    if model.heads % mesh.tensor:
-        raise UsageError(
-            f"{mesh.tensor} tensor-parallel ranks do not divide {model.heads} heads",
-            where=where,
-            fix="Plan with a number of ranks that divides them",
-        )
-    if plan.layers and sum(plan.layers) != model.layers:
-        raise UsageError(
-            f"the stages have {sum(plan.layers)} layers, the model {model.layers}",
-            where=where,
-            fix="Leave the plan's layers empty, or make them add up",
-        )
-    return batch / mesh.data / plan.microbatch_count
 
 
 def step_times(
@@ -145,13 +118,18 @@ def step_times(
     reached = efficiency or efficiency_of(machine.devices[0])
     rates = DeviceRates.of(machine, plan.precision, reached)
     network = Network.of(machine, reached, plan.nodes)
-    costs = _costs(model, plan, microbatch, rates, network)
-    return _combined(model, plan, costs, rates, network, stretch)
+    costs = microbatch_costs(model, plan, microbatch, rates, network)
+    sent_s = messages_s(model, plan, microbatch, network, rates.layer_s)
+    return _combined(model, plan, costs, sent_s, rates, network, stretch)
 
 
-def _costs(
+def microbatch_costs(
     model: Architecture, plan: Plan, microbatch: float, rates: DeviceRates, network: Network
-) -> _Costs:
+) -> MicrobatchCosts:
+    """Return what the parts of a step cost a rank for a microbatch of so many samples.
+
+    They depend on the tensor and context axes of the mesh, not on stages and replicas.
+    """
     work = layer_work(model, plan, microbatch)
     forward_s, backward_s = layer_seconds(work, rates)
     stride = strides(plan.mesh)
@@ -162,51 +140,68 @@ def _costs(
     if ring.ranks > 1:  # keys and values go round while attention computes
         ring_s = (ring.ranks - 1) * network.ring_step_s(ring, work.ring_bytes / (ring.ranks - 1))
         ring_s = max(0.0, ring_s - work.attention / rates.attention_per_s)
-    hidden_s = min(exchange_s, forward_s / 2) if plan.overlap_tensor else 0.0
+    hidden_s = min(TENSOR_HIDDEN * exchange_s, forward_s / 2) if plan.overlap_tensor else 0.0
     forward_exchange_s = exchange_s - hidden_s + ring_s
     repeats = 2 if work.recompute_all else 1
+    exchanges_s = (
+        forward_exchange_s,
+        forward_exchange_s * repeats + (ring_s if repeats == 1 else 0.0),
+    )
+    forward_all_s, backward_all_s = layer_seconds(work, rates, exchanges_s)
     output = _output_products(model, plan, microbatch)
     output_s = rates.products_s(output)
     logits = 0.0 if model.patch_inputs else output[0].rows * output[0].columns
     loss_s = LOGIT_BYTES * logits / rates.bytes_per_s
     weights = (model.layer_parameters / plan.mesh.tensor) * ACCUMULATE_BYTES / rates.bytes_per_s
-    message_bytes = work.exchange_bytes / plan.mesh.tensor
-    return _Costs(
+    return MicrobatchCosts(
         layer_forward_s=forward_s,
         layer_backward_s=backward_s + weights,
-        tensor_forward_s=forward_exchange_s,
-        tensor_backward_s=forward_exchange_s * repeats + (ring_s if repeats == 1 else 0.0),
+        tensor_forward_s=forward_all_s - forward_s,
+        tensor_backward_s=backward_all_s - backward_s,
         output_forward_s=output_s + loss_s / 3,
         output_backward_s=2 * output_s + 2 * loss_s / 3,
-        messages_s=_messages_s(plan, network, stride["pipeline"], message_bytes),
     )
 
 
-def _messages_s(plan: Plan, network: Network, stride: int, size_bytes: float) -> tuple[float, ...]:
-    """Return the seconds of the message after each rank of the pipeline but the last."""
-    ranks = plan.mesh.pipeline
-    return tuple(network.boundary_s(rank, stride, size_bytes) for rank in range(ranks - 1))
+def messages_s(
+    model: Architecture, plan: Plan, microbatch: float, network: Network, host_s: float
+) -> tuple[float, ...]:
+    """Return the seconds of the message after each rank of the pipeline but the last.
+
+    Before a message for which both ranks wait, their hosts wait for their devices and exchange its
+    shape, about as much work as the start of a layer's kernels, `host_s`.
+
+    Source: nanotron, src/nanotron/parallel/pipeline_parallel/p2p.py: two messages of metadata,
+    which the receiver reads on the host.
+    """
+    stride = strides(plan.mesh)["pipeline"]
+    size_bytes = layer_work(model, plan, microbatch).exchange_bytes / plan.mesh.tensor
+    more_s = 0.0 if plan.overlap_pipeline else host_s
+    ranks = range(plan.mesh.pipeline - 1)
+    return tuple(network.boundary_s(rank, stride, size_bytes) + more_s for rank in ranks)
 
 
 def _output_products(model: Architecture, plan: Plan, microbatch: float) -> tuple[Product, ...]:
     tokens = microbatch * model.sequence / plan.mesh.context
     rows = microbatch if model.patch_inputs else tokens
-    share = -(-model.vocab // (64 * plan.mesh.tensor)) * 64  # padded, as trainers do
+    multiple = TILE if plan.padded_vocabulary else 1
+    share = -(-model.vocab // (multiple * plan.mesh.tensor)) * multiple
     return (Product(rows, model.hidden, share),)
 
 
 def _combined(
     model: Architecture,
     plan: Plan,
-    costs: _Costs,
+    costs: MicrobatchCosts,
+    sent_s: tuple[float, ...],
     rates: DeviceRates,
     network: Network,
     stretch: float | None,
 ) -> StepSeconds:
     mesh, counts, count = plan.mesh, stage_layer_counts(model, plan), plan.microbatch_count
     replicas = network.group(mesh.data * mesh.context, mesh.tensor)
-    forward_s, backward_s = _stage_passes(model, plan, costs, network, replicas)
-    times = StagePasses(forward_s, backward_s, costs.messages_s)
+    forward_s, backward_s = stage_passes(model, plan, costs, network, replicas)
+    times = StagePasses(forward_s, backward_s, sent_s)
     busy = [
         count * (sum(forward_s[rank :: mesh.pipeline]) + sum(backward_s[rank :: mesh.pipeline]))
         for rank in range(mesh.pipeline)
@@ -215,9 +210,11 @@ def _combined(
     busy_s = busy[busiest]
     pipeline_s = busy_s * stretch if stretch else batch_s(plan, times, count)
     parameters = max(rank_parameters(model, plan))
-    reduce_s = _reduction_s(plan, parameters, network, replicas)
-    window_s = sum(backward_s[:: mesh.pipeline]) * HIDDEN_SHARE if plan.overlap_data else 0.0
-    exposed = {"gradients": max(0.0, reduce_s - window_s)}
+    reduce_s = reduction_s(plan, parameters, network, replicas)
+    exposed = {
+        "gradients": exposed_reduction_s(plan, reduce_s, sum(backward_s[:: mesh.pipeline])),
+        "compression": compression_s(plan, parameters, rates, replicas),
+    }
     if plan.zero in (1, 2):
         exposed["gradients"] += network.all_gather_s(replicas, ACTIVATION_BYTES * parameters)
     layers = count * sum(counts[busiest :: mesh.pipeline])
@@ -227,8 +224,9 @@ def _combined(
     exposed["tensor"] = layers * (costs.tensor_forward_s + costs.tensor_backward_s)
     exposed["parameters"] = busy_s - compute_forward_s - compute_backward_s - exposed["tensor"]
     waiting_s = max(0.0, pipeline_s - busy_s)
-    mean_s = sum(costs.messages_s) / mesh.pipeline
-    exposed["pipeline"] = min(waiting_s, 2 * count * plan.stages_per_rank * mean_s)
+    mean_s = sum(sent_s) / mesh.pipeline
+    messages = (2 if plan.overlap_pipeline else 4) * count * plan.stages_per_rank
+    exposed["pipeline"] = min(waiting_s, messages * mean_s)
     share = replicas.ranks if plan.zero else 1
     breakdown = Breakdown(
         forward=compute_forward_s,
@@ -240,39 +238,49 @@ def _combined(
     return StepSeconds(breakdown, exposed, pipeline_s / busy_s)
 
 
-def _stage_passes(
-    model: Architecture, plan: Plan, costs: _Costs, network: Network, replicas: RankGroup
+def stage_passes(
+    model: Architecture,
+    plan: Plan,
+    costs: MicrobatchCosts,
+    network: Network,
+    replicas: RankGroup,
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the seconds of each stage's forward and backward pass of one microbatch."""
     counts = stage_layer_counts(model, plan)
     last = len(counts) - 1
-    gather_s = reduce_s = 0.0
-    if plan.zero == 3 and replicas.ranks > 1:
-        layer = model.layer_parameters / plan.mesh.tensor
-        wide = 4 if plan.reduce_precision == "float32" else 2
-        gather_s = network.all_gather_s(replicas, ACTIVATION_BYTES * layer)
-        reduce_s = network.all_gather_s(replicas, wide * layer)
+    gather_s, reduce_s = sharded_layer_s(model, plan, network, replicas)
     forward, backward = [], []
     for stage, layers in enumerate(counts):
         ends = stage == last
         layer_s = costs.layer_forward_s + costs.tensor_forward_s
-        tasks = [LaneTask(gather_s, layer_s)] * layers
+        tasks = [_layer_task(plan, gather_s, layer_s)] * layers
         if ends:
             tasks.append(LaneTask(0.0, costs.output_forward_s))
         forward.append(pass_s(tasks))
         layer_s = costs.layer_backward_s + costs.tensor_backward_s
         tasks = [LaneTask(0.0, costs.output_backward_s)] if ends else []
-        tasks += [LaneTask(gather_s, layer_s, reduce_s)] * layers
+        tasks += [_layer_task(plan, gather_s, layer_s, reduce_s)] * layers
         backward.append(pass_s(tasks))
     return tuple(forward), tuple(backward)
 
 
-def _reduction_s(plan: Plan, parameters: float, network: Network, replicas: RankGroup) -> float:
-    """Return the seconds of reducing a rank's gradients once a step; ZeRO-3 does it by layer."""
-    if replicas.ranks == 1 or plan.zero == 3:
-        return 0.0
+def sharded_layer_s(
+    model: Architecture, plan: Plan, network: Network, replicas: RankGroup
+) -> tuple[float, float]:
+    """Return the seconds of gathering a layer's parameters with ZeRO-3, and of reducing gradients.
+
+    Both are 0 without ZeRO-3.
+    """
+    if plan.zero < 3 or replicas.ranks == 1:
+        return 0.0, 0.0
+    layer = model.layer_parameters / plan.mesh.tensor
     wide = 4 if plan.reduce_precision == "float32" else 2
-    size = wide * parameters
-    if plan.zero:
-        return network.all_gather_s(replicas, size)
-    return network.all_reduce_s(replicas, size)
+    gather_s = network.all_gather_s(replicas, ACTIVATION_BYTES * layer)
+    return gather_s, network.all_gather_s(replicas, wide * layer)
+
+
+def _layer_task(plan: Plan, gather_s: float, layer_s: float, reduce_s: float = 0.0) -> LaneTask:
+    """Return a layer's pass; its collectives are part of the compute lane if nothing overlaps."""
+    if plan.overlap_data:
+        return LaneTask(gather_s, layer_s, reduce_s)
+    return LaneTask(0.0, gather_s + layer_s + reduce_s)

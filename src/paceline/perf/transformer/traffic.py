@@ -66,4 +66,4 @@ def _replica_bytes(plan: Plan, parameters: float) -> float:
     if plan.zero == 3:
         return plan.microbatch_count * parameters * (2 * ACTIVATION_BYTES + gradient)
     gathered = ACTIVATION_BYTES if plan.zero else gradient
-    return parameters * (gradient + gathered)
+    return parameters * (gradient + gathered) / plan.compression

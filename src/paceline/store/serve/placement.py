@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
 
-_SLACK = 0.05
+_SLACK = 0.01  # of a share; a node that leaves then moves up to 1.5 % of the other copies
 _SPARE = 16  # nodes that a shard looks at beyond those that it needs, before it looks at all
 _KEYS_AT_ONCE = 1 << 21
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # splitmix64
