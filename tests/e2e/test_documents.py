@@ -49,7 +49,7 @@ def test_every_page_can_be_found_from_the_readme():
 @pytest.mark.parametrize(
     "name",
     [
-        *("tutorial/late-rank.md", "guides/trust.md", "guides/predict.md"),
+        *("tutorial/late-rank.md", "guides/trust.md", "guides/predict.md", "guides/scale.md"),
         *("guides/load.md", "guides/node-reader.md", "guides/start.md", "guides/collectives.md"),
         "guides/data-parallel.md",
         "guides/pipeline.md",

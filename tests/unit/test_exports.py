@@ -111,6 +111,15 @@ EXPORTS = {
     "launch.startup": [],
     "launch.rendezvous": [],
     "perf": ["choose_buckets", "divide", "estimate"],
+    "perf.planner": ["PlanSearch", "SearchSpace", "search_plans"],
+    "perf.simulator": [
+        "Disturbances",
+        "LinkOutage",
+        "SlowRank",
+        "StepSimulation",
+        "simulate",
+        "write_run",
+    ],
     "perf.transformer": [
         "Architecture",
         "Risks",

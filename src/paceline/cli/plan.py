@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.plan_model import (
+    is_given,
     print_machines,
     print_transformer,
     refuse_other_flags,
@@ -28,6 +29,7 @@ Example: paceline plan examples/digits_step.py:step -n 2
   in stages: paceline plan examples/digits_step.py:step -n 4 --strategy auto
   a transformer: paceline plan --model config.json --machine selene --nodes 4 --tensor 8 --zero 1
   corrected by a run of the last plan: paceline plan ... --from paceline-runs/train-20260101-120000
+  the best plan: paceline plan --model config.json --machine selene --nodes 1..64 --batch 512
 """
 )
 @click.argument("target", metavar="[FILE.py:FUNCTION]", required=False)
@@ -167,7 +169,11 @@ def plan(
         return
     if model is not None:
         refuse_other_flags(target, flags)
-        shared = {"batch": batch or 0, "schedule": schedule, "loader_workers": loader_workers}
+        shared = {
+            "batch": batch or 0,
+            "schedule": schedule if is_given("schedule") else None,
+            "loader_workers": loader_workers,
+        }
         print_transformer(
             model,
             machine,

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from paceline.cli.plan_search import make_space, print_scaling, print_search
+from paceline.cli.plan_simulation import RankFactor, write_simulation
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
+
+    from paceline.core.estimate import Estimate
+    from paceline.core.machine import Machine
+    from paceline.perf.transformer import Architecture, SampleCost
 
 # Flags of scripts that have a meaning for an architecture too.
 _SHARED = (
@@ -25,6 +32,32 @@ _SHARED = (
 )
 
 
+class NodeRange(click.ParamType[tuple[int, ...]]):
+    """``N`` or ``FIRST..LAST``: numbers of nodes, ascending."""
+
+    name = "N or FIRST..LAST"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        """Return the first number, doubled until the last one, and the last one.
+
+        >>> NodeRange().convert("3..16", None, None)
+        (3, 6, 12, 16)
+        """
+        first, dots, last = str(value).partition("..")
+        if not first.isdecimal() or (dots and not last.isdecimal()) or int(first) < 1:
+            self.fail(f"'{value}' is no number of nodes from 1 and no range as 1..512", param, ctx)
+        nodes, most = int(first), int(last) if dots else int(first)
+        if most < nodes:
+            self.fail(f"'{value}' ends before it begins", param, ctx)
+        found = []
+        while nodes < most:
+            found.append(nodes)
+            nodes *= 2
+        return (*found, most)
+
+
 def transformer_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Add the flags of transformers to the command; each has a field of `TransformerOptions`."""
     count = click.IntRange(min=1)
@@ -39,7 +72,47 @@ def transformer_flags(command: Callable[..., None]) -> Callable[..., None]:
             "mistral, mpt, bloom, bert, vit, ...), an architecture as JSON, or numbers, as "
             "layers=24,hidden=2048,heads=16,vocab=50257,sequence=2048.",
         ),
-        click.option("--nodes", type=count, help="With --model: nodes, all devices of each."),
+        click.option(
+            "--nodes",
+            type=NodeRange(),
+            help="With --model: nodes, all devices of each; a range as 1..512 compares plans on "
+            "its first number of nodes, doubled until its last.",
+        ),
+        click.option(
+            "--search",
+            is_flag=True,
+            default=None,
+            help="With --model and --batch: compare all plans; flags that are given are fixed.",
+        ),
+        click.option(
+            "--scaling",
+            type=click.Path(path_type=Path, file_okay=False),
+            metavar="FOLDER",
+            help="With --model and a range of --nodes: the best plan at each size; writes "
+            "scaling.csv and scaling.svg.",
+        ),
+        click.option(
+            "--samples", type=count, help="With --scaling: samples of the whole training."
+        ),
+        click.option(
+            "--simulate",
+            type=click.Path(path_type=Path, file_okay=False),
+            metavar="FOLDER",
+            help="With --model: replay steps rank by rank and write traces, for paceline why.",
+        ),
+        click.option("--steps", type=count, help="With --simulate: how many [default: 50]."),
+        click.option(
+            "--slow",
+            type=RankFactor(),
+            multiple=True,
+            help="With --simulate: a rank that computes slower, as 3:1.5.",
+        ),
+        click.option(
+            "--what-if",
+            metavar="CHANGES",
+            help="With --model: on another machine, as 'network x2, memory x0.5'; figures: "
+            "compute, bandwidth, memory, link, network.",
+        ),
         click.option("--sequence", type=count, help="With --model: tokens of a sample."),
         click.option("--microbatch", type=count, help="With --model: samples of a microbatch."),
         click.option("--tensor", type=count, help="With --model: ranks that share each layer."),
@@ -116,11 +189,8 @@ def refuse_other_flags(target: str | None, flags: dict[str, Any]) -> None:
             where=f"paceline plan {target} --model",
             fix="Leave out one of the two",
         )
-    context = click.get_current_context()
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        is_given = source is click.core.ParameterSource.COMMANDLINE
-        if is_given and name not in _SHARED and name not in flags:
+    for name in click.get_current_context().params:
+        if is_given(name) and name not in _SHARED and name not in flags:
             raise UsageError(
                 f"{_flag_of(name)} has no effect on an architecture",
                 where="paceline plan --model",
@@ -136,7 +206,7 @@ def refuse_transformer_flags(target: str | None, flags: dict[str, Any]) -> None:
     """
     from paceline.core.errors import UsageError
 
-    given = [name for name, value in flags.items() if value is not None]
+    given = [name for name, value in flags.items() if value not in (None, ())]
     if given or target is None:
         flag = _flag_of(given[0]) if given else ""
         raise UsageError(
@@ -144,6 +214,12 @@ def refuse_transformer_flags(target: str | None, flags: dict[str, Any]) -> None:
             where=f"paceline plan {flag}".strip(),
             fix="Give --model, or leave it out" if given else "Give FILE.py:FUNCTION or --model",
         )
+
+
+def is_given(name: str) -> bool:
+    """Return whether the command line sets a parameter of the current command."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is click.core.ParameterSource.COMMANDLINE
 
 
 def _flag_of(name: str) -> str:
@@ -198,15 +274,18 @@ def print_transformer(
     """
     from paceline.core.config import parse_size
     from paceline.core.file_kind import FileKind, prepare_output
-    from paceline.core.files import commit_text
-    from paceline.core.plan_file import PlanFile
-    from paceline.perf.transformer import Risks, SampleCost, estimate_transformer
-    from paceline.perf.transformer.options import TransformerOptions, make_architecture, make_plan
+    from paceline.perf.transformer import Risks, SampleCost
+    from paceline.perf.transformer.options import make_architecture
     from paceline.probe.machine_file import load_machine
 
+    given = {name: value for name, value in flags.items() if value not in (None, ())}
+    _refuse_lonely_flags(given)
     if out is not None:
         prepare_output(out, FileKind.PLAN)
-    given = {name: value for name, value in flags.items() if value is not None}
+    nodes = given.pop("nodes", (1,))
+    searches = given.pop("search", False) or len(nodes) > 1
+    simulation = {name: given.pop(name) for name in ("simulate", "steps", "slow") if name in given}
+    scaling, samples = given.pop("scaling", None), given.pop("samples", 0)
     risks = Risks(
         jitter=given.pop("jitter", 0.0),
         node_failure_s=3600 * given.pop("node_failure_hours", 0.0),
@@ -221,29 +300,127 @@ def print_transformer(
         from paceline.studies.calibrate import refit_by_runs
 
         machine = refit_by_runs(machine, architecture, runs)
-    plan, batch = make_plan(machine, TransformerOptions(**given))
-    estimate = estimate_transformer(
-        machine,
-        architecture,
-        plan,
-        batch,
-        risks,
-        sample=sample,
-        budget_bytes=parse_size(budget) if budget else None,
-    )
+    if changes := given.pop("what_if", None):
+        machine = _changed(machine, changes)
+    if scaling is not None or searches:
+        _refuse_in_searches(given, sample, budget)
+    if scaling is not None:
+        space = make_space(nodes, given)
+        print_scaling(
+            machine, architecture, space, risks, samples=samples, folder=scaling, as_json=as_json
+        )
+        return
+    if searches:
+        space = make_space(nodes, given)
+        best = print_search(machine, architecture, space, risks, out=out, as_json=as_json)
+    else:
+        bytes_ = parse_size(budget) if budget else None
+        terms = {"risks": risks, "sample": sample, "budget_bytes": bytes_}
+        options = {**given, "nodes": nodes[0]}
+        best = _print_plan(machine, architecture, options, terms, out=out, as_json=as_json)
+    if simulation:
+        write_simulation(
+            machine,
+            architecture,
+            best.plan,
+            best.batch,
+            simulation["simulate"],
+            steps=simulation.get("steps", 50),
+            slow=simulation.get("slow", ()),
+            jitter=risks.jitter,
+        )
+
+
+def _refuse_in_searches(given: dict[str, Any], sample: SampleCost, budget: str | None) -> None:
+    """Raise an error for flags of one plan beside a search.
+
+    Raises:
+        UsageError: there is one.
+    """
+    from paceline.core.errors import UsageError
+
+    loads = given.get("loader_workers") or sample.bytes or sample.seconds
+    if budget or loads or given.get("compression"):
+        raise UsageError(
+            "a search compares steps in a device's memory, whose samples are there, and whose "
+            "gradients are reduced as they are",
+            where="paceline plan --model --search",
+            fix="Leave out --fit, --loader-workers, --sample-... and --compression; plan the best "
+            "plan with them",
+        )
+
+
+def _print_plan(
+    machine: Machine,
+    model: Architecture,
+    options: dict[str, Any],
+    terms: dict[str, Any],
+    *,
+    out: Path | None,
+    as_json: bool,
+) -> Estimate:
+    """Predict one plan, write its file and print the estimate; return it.
+
+    Args:
+        machine: to plan for.
+        model: to train.
+        options: fields of `TransformerOptions`.
+        terms: further arguments of `estimate_transformer`.
+        out: plan file to write; None: none.
+        as_json: print JSON.
+    """
+    from paceline.core.files import commit_text
+    from paceline.core.plan_file import PlanFile
+    from paceline.perf.transformer import estimate_transformer
+    from paceline.perf.transformer.options import TransformerOptions, make_plan
+
+    plan, batch = make_plan(machine, TransformerOptions(**options))
+    estimate = estimate_transformer(machine, model, plan, batch, **terms)
     if out is not None:
         commit_text(out, PlanFile(plan=plan, estimate=estimate).to_text())
         click.echo(f"plan: wrote {out}", err=True)
     if as_json:
         click.echo(estimate.to_text(), nl=False)
-        return
+        return estimate
     from rich.console import Console
 
     from paceline.report.transformer import render_transformer
 
     console = Console(highlight=False)
-    console.print(
-        render_transformer(estimate, architecture.flops_per_token * architecture.sequence)
-    )
+    console.print(render_transformer(estimate, model.flops_per_token * model.sequence))
     for warning in estimate.warnings:
         console.print(warning, markup=False, style="yellow", soft_wrap=True)
+    return estimate
+
+
+def _changed(machine: Machine, changes: str) -> Machine:
+    """Return the machine of ``--what-if``, with a name that says so."""
+    from dataclasses import replace
+
+    from paceline.perf.planner.changes import parse_changes, with_changes
+
+    changed = with_changes(machine, parse_changes(changes))
+    return replace(changed, name=f"{machine.name}, {changes}")
+
+
+def _refuse_lonely_flags(given: dict[str, Any]) -> None:
+    """Raise an error for a flag that has an effect only with another one, or not with it.
+
+    Raises:
+        UsageError: there is one.
+    """
+    from paceline.core.errors import UsageError
+
+    for name, other in (("samples", "scaling"), ("steps", "simulate"), ("slow", "simulate")):
+        if name in given and other not in given:
+            raise UsageError(
+                f"{_flag_of(name)} has an effect with {_flag_of(other)}",
+                where="paceline plan --model",
+                fix=f"Give {_flag_of(other)}, or leave it out",
+            )
+    if "scaling" in given and "simulate" in given:
+        raise UsageError(
+            "a simulation is of one plan, a scaling study of several",
+            where="paceline plan --model --scaling --simulate",
+            fix="Leave out one of the two",
+        )

@@ -186,7 +186,9 @@ def plural(count: int, noun: str) -> str:
 
     >>> plural(1, "rank"), plural(2048, "step"), plural(2, "class")
     ('1 rank', '2,048 steps', '2 classes')
+    >>> plural(2, "batch")
+    '2 batches'
     """
     if count == 1:
         return f"{count:,} {noun}"
-    return f"{count:,} {noun}{'es' if noun.endswith('s') else 's'}"
+    return f"{count:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"

@@ -116,28 +116,51 @@ def rank_memory(
     """
     counts = stage_layer_counts(model, plan)
     live = live_layers(plan, counts, plan.microbatch_count)
-    saved, working = activation_bytes(model, plan, microbatch)
-    base = device.base_bytes.value if device.base_bytes else 0.0
-    found = []
-    for rank, parameters in enumerate(rank_parameters(model, plan)):
-        state = state_bytes(parameters, plan)
-        activations = live[rank] * saved
-        ends = _end_activations(model, plan, microbatch, rank)
-        slack = ALLOCATOR_SLACK * (activations + ends + working)
-        kinds = {
-            "process": base,
-            "parameters": state.parameters,
-            "gradients": state.gradients,
-            "optimizer": state.optimizer,
-            "activations": activations,
-            "embedding and output": ends,
-            "transients": working,
-            "communication": _communication_bytes(model, plan),
-            "compression": RESIDUAL_BYTES * parameters if plan.compression > 1 else 0,
-            "allocator": slack,
-        }
-        found.append({kind: round(size) for kind, size in kinds.items()})
-    return tuple(found)
+    activations = activation_bytes(model, plan, microbatch)
+    return tuple(
+        memory_of_rank(model, plan, microbatch, device, rank, parameters, live[rank], activations)
+        for rank, parameters in enumerate(rank_parameters(model, plan))
+    )
+
+
+def memory_of_rank(
+    model: Architecture,
+    plan: Plan,
+    microbatch: float,
+    device: Device,
+    rank: int,
+    parameters: float,
+    live: int,
+    activations: tuple[float, float],
+) -> dict[str, int]:
+    """Return the bytes of one pipeline rank, by kind.
+
+    Args:
+        model: its architecture.
+        plan: how it is spread.
+        microbatch: samples of one.
+        device: that holds the rank.
+        rank: of the pipeline.
+        parameters: that it holds, as `rank_parameters` counts them.
+        live: layers whose activations it keeps at the same time, as `live_layers` counts them.
+        activations: of a layer, as `activation_bytes` counts them.
+    """
+    saved, working = activations
+    state = state_bytes(parameters, plan)
+    ends = _end_activations(model, plan, microbatch, rank)
+    kinds = {
+        "process": device.base_bytes.value if device.base_bytes else 0.0,
+        "parameters": state.parameters,
+        "gradients": state.gradients,
+        "optimizer": state.optimizer,
+        "activations": live * saved,
+        "embedding and output": ends,
+        "transients": working,
+        "communication": _communication_bytes(model, plan),
+        "compression": RESIDUAL_BYTES * parameters if plan.compression > 1 else 0,
+        "allocator": ALLOCATOR_SLACK * (live * saved + ends + working),
+    }
+    return {kind: round(size) for kind, size in kinds.items()}
 
 
 def _end_activations(model: Architecture, plan: Plan, microbatch: float, rank: int) -> float:

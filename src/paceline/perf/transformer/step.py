@@ -75,8 +75,14 @@ class StepSeconds:
 
 
 @dataclass(frozen=True, slots=True)
-class _Costs:
-    """What the parts of a step cost a rank for one microbatch."""
+class MicrobatchCosts:
+    """What the parts of a step cost a rank for one microbatch, in seconds.
+
+    Attributes:
+        layer_forward_s, layer_backward_s: of a layer's compute.
+        tensor_forward_s, tensor_backward_s: of its exchanges that compute does not hide.
+        output_forward_s, output_backward_s: of the output layer and the loss.
+    """
 
     layer_forward_s: float
     layer_backward_s: float
@@ -84,7 +90,6 @@ class _Costs:
     tensor_backward_s: float
     output_forward_s: float
     output_backward_s: float
-    messages_s: tuple[float, ...]
 
 
 def step_times(
@@ -113,13 +118,18 @@ def step_times(
     reached = efficiency or efficiency_of(machine.devices[0])
     rates = DeviceRates.of(machine, plan.precision, reached)
     network = Network.of(machine, reached, plan.nodes)
-    costs = _costs(model, plan, microbatch, rates, network)
-    return _combined(model, plan, costs, rates, network, stretch)
+    costs = microbatch_costs(model, plan, microbatch, rates, network)
+    sent_s = messages_s(model, plan, microbatch, network, rates.layer_s)
+    return _combined(model, plan, costs, sent_s, rates, network, stretch)
 
 
-def _costs(
+def microbatch_costs(
     model: Architecture, plan: Plan, microbatch: float, rates: DeviceRates, network: Network
-) -> _Costs:
+) -> MicrobatchCosts:
+    """Return what the parts of a step cost a rank for a microbatch of so many samples.
+
+    They depend on the tensor and context axes of the mesh, not on stages and replicas.
+    """
     work = layer_work(model, plan, microbatch)
     forward_s, backward_s = layer_seconds(work, rates)
     stride = strides(plan.mesh)
@@ -143,32 +153,31 @@ def _costs(
     logits = 0.0 if model.patch_inputs else output[0].rows * output[0].columns
     loss_s = LOGIT_BYTES * logits / rates.bytes_per_s
     weights = (model.layer_parameters / plan.mesh.tensor) * ACCUMULATE_BYTES / rates.bytes_per_s
-    message_bytes = work.exchange_bytes / plan.mesh.tensor
-    return _Costs(
+    return MicrobatchCosts(
         layer_forward_s=forward_s,
         layer_backward_s=backward_s + weights,
         tensor_forward_s=forward_all_s - forward_s,
         tensor_backward_s=backward_all_s - backward_s,
         output_forward_s=output_s + loss_s / 3,
         output_backward_s=2 * output_s + 2 * loss_s / 3,
-        messages_s=_messages_s(plan, network, stride["pipeline"], message_bytes, rates.layer_s),
     )
 
 
-def _messages_s(
-    plan: Plan, network: Network, stride: int, size_bytes: float, host_s: float
+def messages_s(
+    model: Architecture, plan: Plan, microbatch: float, network: Network, host_s: float
 ) -> tuple[float, ...]:
     """Return the seconds of the message after each rank of the pipeline but the last.
 
     Before a message for which both ranks wait, their hosts wait for their devices and exchange its
-    shape, about as much work as the start of a layer's kernels.
+    shape, about as much work as the start of a layer's kernels, `host_s`.
 
     Source: nanotron, src/nanotron/parallel/pipeline_parallel/p2p.py: two messages of metadata,
     which the receiver reads on the host.
     """
+    ranks, stride = plan.mesh.pipeline, strides(plan.mesh)["pipeline"]
+    size_bytes = layer_work(model, plan, microbatch).exchange_bytes / plan.mesh.tensor
     more_s = 0.0 if plan.overlap_pipeline else host_s
-    ranks = range(plan.mesh.pipeline - 1)
-    return tuple(network.boundary_s(rank, stride, size_bytes) + more_s for rank in ranks)
+    return tuple(network.boundary_s(rank, stride, size_bytes) + more_s for rank in range(ranks - 1))
 
 
 def _output_products(model: Architecture, plan: Plan, microbatch: float) -> tuple[Product, ...]:
@@ -182,15 +191,16 @@ def _output_products(model: Architecture, plan: Plan, microbatch: float) -> tupl
 def _combined(
     model: Architecture,
     plan: Plan,
-    costs: _Costs,
+    costs: MicrobatchCosts,
+    sent_s: tuple[float, ...],
     rates: DeviceRates,
     network: Network,
     stretch: float | None,
 ) -> StepSeconds:
     mesh, counts, count = plan.mesh, stage_layer_counts(model, plan), plan.microbatch_count
     replicas = network.group(mesh.data * mesh.context, mesh.tensor)
-    forward_s, backward_s = _stage_passes(model, plan, costs, network, replicas)
-    times = StagePasses(forward_s, backward_s, costs.messages_s)
+    forward_s, backward_s = stage_passes(model, plan, costs, network, replicas)
+    times = StagePasses(forward_s, backward_s, sent_s)
     busy = [
         count * (sum(forward_s[rank :: mesh.pipeline]) + sum(backward_s[rank :: mesh.pipeline]))
         for rank in range(mesh.pipeline)
@@ -213,7 +223,7 @@ def _combined(
     exposed["tensor"] = layers * (costs.tensor_forward_s + costs.tensor_backward_s)
     exposed["parameters"] = busy_s - compute_forward_s - compute_backward_s - exposed["tensor"]
     waiting_s = max(0.0, pipeline_s - busy_s)
-    mean_s = sum(costs.messages_s) / mesh.pipeline
+    mean_s = sum(sent_s) / mesh.pipeline
     messages = (2 if plan.overlap_pipeline else 4) * count * plan.stages_per_rank
     exposed["pipeline"] = min(waiting_s, messages * mean_s)
     share = replicas.ranks if plan.zero else 1
@@ -227,18 +237,17 @@ def _combined(
     return StepSeconds(breakdown, exposed, pipeline_s / busy_s)
 
 
-def _stage_passes(
-    model: Architecture, plan: Plan, costs: _Costs, network: Network, replicas: RankGroup
+def stage_passes(
+    model: Architecture,
+    plan: Plan,
+    costs: MicrobatchCosts,
+    network: Network,
+    replicas: RankGroup,
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the seconds of each stage's forward and backward pass of one microbatch."""
     counts = stage_layer_counts(model, plan)
     last = len(counts) - 1
-    gather_s = reduce_s = 0.0
-    if plan.zero == 3 and replicas.ranks > 1:
-        layer = model.layer_parameters / plan.mesh.tensor
-        wide = 4 if plan.reduce_precision == "float32" else 2
-        gather_s = network.all_gather_s(replicas, ACTIVATION_BYTES * layer)
-        reduce_s = network.all_gather_s(replicas, wide * layer)
+    gather_s, reduce_s = sharded_layer_s(model, plan, network, replicas)
     forward, backward = [], []
     for stage, layers in enumerate(counts):
         ends = stage == last
@@ -259,3 +268,18 @@ def _layer_task(plan: Plan, gather_s: float, layer_s: float, reduce_s: float = 0
     if plan.overlap_data:
         return LaneTask(gather_s, layer_s, reduce_s)
     return LaneTask(0.0, gather_s + layer_s + reduce_s)
+
+
+def sharded_layer_s(
+    model: Architecture, plan: Plan, network: Network, replicas: RankGroup
+) -> tuple[float, float]:
+    """Return the seconds of gathering a layer's parameters with ZeRO-3, and of reducing gradients.
+
+    Both are 0 without ZeRO-3.
+    """
+    if plan.zero < 3 or replicas.ranks == 1:
+        return 0.0, 0.0
+    layer = model.layer_parameters / plan.mesh.tensor
+    wide = 4 if plan.reduce_precision == "float32" else 2
+    gather_s = network.all_gather_s(replicas, ACTIVATION_BYTES * layer)
+    return gather_s, network.all_gather_s(replicas, wide * layer)

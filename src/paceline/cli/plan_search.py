@@ -1,0 +1,140 @@
+"""``paceline plan --model --search`` and ``--scaling``: all plans compared, the best ones shown."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from paceline.core.estimate import Estimate
+    from paceline.core.machine import Machine
+    from paceline.perf.planner import SearchSpace
+    from paceline.perf.transformer import Architecture, Risks
+
+
+def make_space(nodes: tuple[int, ...], given: dict[str, Any]) -> SearchSpace:
+    """Return the space of a search.
+
+    Args:
+        nodes: numbers of nodes to compare.
+        given: flags of the command line that have a value; ``batch`` is 0 where it is not given.
+
+    Raises:
+        UsageError: there is no batch.
+    """
+    from paceline.core.errors import UsageError
+    from paceline.perf.planner import SearchSpace
+
+    fixed = {name: value for name, value in given.items() if name != "batch"}
+    if not given["batch"]:
+        raise UsageError(
+            "a search needs the samples of a step",
+            where="paceline plan --model --search",
+            why="plans of different batches do not train alike",
+            fix="Give --batch",
+        )
+    return SearchSpace(batch=given["batch"], nodes=nodes, fixed=fixed)
+
+
+def print_search(
+    machine: Machine,
+    model: Architecture,
+    space: SearchSpace,
+    risks: Risks,
+    *,
+    out: Path | None,
+    as_json: bool,
+) -> Estimate:
+    """Search plans, write the best one's file and print the outcome; return its estimate.
+
+    Args:
+        machine: to plan for.
+        model: to train.
+        space: plans to compare.
+        risks: stragglers and failures, for the best plan's estimate.
+        out: plan file to write; None: none.
+        as_json: print JSON.
+
+    Raises:
+        UsageError: no plan divides the batch.
+        MemoryExceeded: no plan fits; what would is said.
+    """
+    from paceline.core.errors import MemoryExceeded
+    from paceline.core.files import commit_text
+    from paceline.core.plan_file import PlanFile
+    from paceline.perf.planner import search_plans
+
+    click.echo(f"plan: comparing plans on {', '.join(map(str, space.nodes))} nodes", err=True)
+    search = search_plans(machine, model, space, risks)
+    if out is not None and search.fits:
+        commit_text(out, PlanFile(plan=search.best.plan, estimate=search.best).to_text())
+        click.echo(f"plan: wrote {out}", err=True)
+    if as_json:
+        click.echo(search.to_text(), nl=False)
+    else:
+        from rich.console import Console
+
+        from paceline.report.plan_search import render_search
+
+        console = Console(highlight=False)
+        console.print(render_search(search, model.flops_per_token * model.sequence))
+        for warning in search.best.warnings:
+            console.print(warning, markup=False, style="yellow", soft_wrap=True)
+    if not search.fits:
+        needed, there = search.best.needed_memory_bytes, search.best.available_memory_bytes
+        raise MemoryExceeded(
+            f"none of {search.compared:,} plans fits",
+            where=f"{model.name} on {machine.name}, {max(space.nodes)} nodes",
+            why=f"the smallest needs {needed / 2**30:.1f} of {there / 2**30:.1f} GiB of a device",
+            fix=f"What would fit: {search.cheapest_change}",
+        )
+    return search.best
+
+
+def print_scaling(
+    machine: Machine,
+    model: Architecture,
+    space: SearchSpace,
+    risks: Risks,
+    *,
+    samples: int,
+    folder: Path,
+    as_json: bool,
+) -> None:
+    """Search the best plan at each number of nodes, draw and print how the model scales.
+
+    Args:
+        machine: to plan for.
+        model: to train.
+        space: plans to compare at each size.
+        risks: stragglers and failures.
+        samples: of the whole training; 0: not given.
+        folder: for scaling.csv and scaling.svg, made where it is missing.
+        as_json: print JSON.
+
+    Raises:
+        MemoryExceeded, UsageError: see `scaling_study`.
+        StorageError: a file cannot be written.
+    """
+    from paceline.core.files import commit_text
+    from paceline.perf.planner.scaling import scaling_study
+    from paceline.report.scaling import render_scaling, scaling_csv
+    from paceline.report.scaling_drawing import scaling_svg
+
+    def progress(nodes: int) -> None:
+        click.echo(f"plan: comparing plans on {nodes} nodes", err=True)
+
+    study = scaling_study(machine, model, space, risks, samples=samples, on_progress=progress)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in (("scaling.csv", scaling_csv(study)), ("scaling.svg", scaling_svg(study))):
+        commit_text(folder / name, text)
+        click.echo(f"plan: wrote {folder / name}", err=True)
+    if as_json:
+        click.echo(study.to_text(), nl=False)
+        return
+    from rich.console import Console
+
+    Console(highlight=False).print(render_scaling(study))

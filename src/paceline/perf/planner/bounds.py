@@ -1,0 +1,150 @@
+"""Lower bounds of a plan's step time and memory, from parts that many plans share.
+
+Pricing a plan replays its schedule, in milliseconds. A bound takes tens of microseconds: the costs
+of a layer depend on few fields of the plan and are kept; the pipeline's time is at least
+
+    T >= busy(last rank) + first forward passes of all stages before its first one
+                         + last backward passes of the same stages
+    T >= busy(first rank)
+
+since the last rank can neither begin before nor end after them. Where backward passes are split
+(zero_bubble), gradients of weights may come last, and the last term is left out. What follows the
+pipeline, the reduction of gradients and the optimizer, is priced as it is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.perf.transformer.efficiency import efficiency_of
+from paceline.perf.transformer.layer import ACTIVATION_BYTES, activation_bytes
+from paceline.perf.transformer.memory import memory_of_rank, stage_layer_counts
+from paceline.perf.transformer.network import Network
+from paceline.perf.transformer.pipelining import live_layers
+from paceline.perf.transformer.pricing import DeviceRates
+from paceline.perf.transformer.reduction import HIDDEN_SHARE, reduction_s
+from paceline.perf.transformer.step import OPTIMIZER_BYTES, microbatch_costs, sharded_layer_s
+
+if TYPE_CHECKING:
+    from paceline.core.machine import Machine
+    from paceline.core.plan import Plan
+    from paceline.perf.transformer.architecture import Architecture
+    from paceline.perf.transformer.step import MicrobatchCosts
+
+
+class PlanBounds:
+    """Bounds of the plans of one model on one machine."""
+
+    def __init__(self, machine: Machine, model: Architecture, batch: int) -> None:
+        """Bound plans of steps of `batch` samples.
+
+        Raises:
+            UsageError: the machine has no device, peak or bandwidth; see `DeviceRates`.
+        """
+        self._machine, self._model, self._batch = machine, model, batch
+        self._device = machine.devices[0]
+        self._reached = efficiency_of(self._device)
+        self._rates: dict[str, DeviceRates] = {}
+        self._networks: dict[int, Network] = {}
+        self._costs: dict[tuple[object, ...], tuple[MicrobatchCosts, tuple[float, float]]] = {}
+        self._live: dict[tuple[object, ...], tuple[int, int]] = {}
+
+    def step_s(self, plan: Plan) -> float:
+        """Return seconds that a step of the plan takes at least."""
+        mesh, count, model = plan.mesh, plan.microbatch_count, self._model
+        network, rates = self._network(plan), self._rates_of(plan)
+        costs, _ = self._layer(plan)
+        replicas = network.group(mesh.data * mesh.context, mesh.tensor)
+        gather_s, reduce_s = sharded_layer_s(model, plan, network, replicas)
+        forward_s = costs.layer_forward_s + costs.tensor_forward_s
+        backward_s = costs.layer_backward_s + costs.tensor_backward_s
+        first, last, before = self._rank_layers(plan)
+        last_s = max(last * forward_s + costs.output_forward_s, last * gather_s)
+        last_s += max(last * backward_s + costs.output_backward_s, last * (gather_s + reduce_s))
+        wait_s = before * max(forward_s, gather_s)
+        if plan.schedule != "zero_bubble" or plan.stages_per_rank > 1:
+            wait_s += before * max(backward_s, gather_s + reduce_s)
+        layer_s = max(forward_s, gather_s) + max(backward_s, gather_s + reduce_s)
+        pipeline_s = max(count * last_s + wait_s, count * first * layer_s)
+        parameters = max(self._rank_parameters(plan, first, last))
+        window_s = first * backward_s + (costs.output_backward_s if mesh.pipeline == 1 else 0.0)
+        hidden_s = window_s * HIDDEN_SHARE if plan.overlap_data else 0.0
+        after_s = max(0.0, reduction_s(plan, parameters, network, replicas) - hidden_s)
+        if plan.zero in (1, 2):
+            after_s += network.all_gather_s(replicas, ACTIVATION_BYTES * parameters)
+        share = replicas.ranks if plan.zero else 1
+        after_s += parameters / share * OPTIMIZER_BYTES / rates.bytes_per_s
+        return pipeline_s + after_s
+
+    def memory_bytes(self, plan: Plan) -> int:
+        """Return bytes that the fullest rank needs at least: those of the first or the last one."""
+        first, last, _ = self._rank_layers(plan)
+        _, activations = self._layer(plan)
+        found = []
+        for rank, parameters, live in zip(
+            (0, plan.mesh.pipeline - 1),
+            self._rank_parameters(plan, first, last),
+            self._live_layers(plan),
+            strict=True,
+        ):
+            kinds = memory_of_rank(self._model, plan, self._microbatch(plan), self._device, rank,
+                                   parameters, live, activations)  # fmt: skip
+            found.append(sum(kinds.values()))
+        return max(found)
+
+    def _microbatch(self, plan: Plan) -> float:
+        return self._batch / plan.mesh.data / plan.microbatch_count
+
+    def _network(self, plan: Plan) -> Network:
+        if plan.nodes not in self._networks:
+            self._networks[plan.nodes] = Network.of(self._machine, self._reached, plan.nodes)
+        return self._networks[plan.nodes]
+
+    def _rates_of(self, plan: Plan) -> DeviceRates:
+        if plan.precision not in self._rates:
+            found = DeviceRates.of(self._machine, plan.precision, self._reached)
+            self._rates[plan.precision] = found
+        return self._rates[plan.precision]
+
+    def _layer(self, plan: Plan) -> tuple[MicrobatchCosts, tuple[float, float]]:
+        """Return a microbatch's costs and a layer's activations: of plans that agree in these."""
+        microbatch = self._microbatch(plan)
+        key = (plan.mesh.tensor, plan.mesh.context, microbatch, plan.recompute, plan.precision,
+               plan.sequence_parallel, plan.fused_attention, plan.compiled, plan.balanced_context,
+               plan.overlap_tensor, plan.padded_vocabulary, plan.nodes)  # fmt: skip
+        if key not in self._costs:
+            self._costs[key] = (
+                microbatch_costs(
+                    self._model, plan, microbatch, self._rates_of(plan), self._network(plan)
+                ),
+                activation_bytes(self._model, plan, microbatch),
+            )
+        return self._costs[key]
+
+    def _rank_layers(self, plan: Plan) -> tuple[int, int, int]:
+        """Return the layers of the first and the last rank, and of stages before the last rank."""
+        ranks, chunks = plan.mesh.pipeline, plan.stages_per_rank
+        least, more = divmod(self._model.layers, ranks * chunks)  # the first stages have one more
+        first = chunks * least + -(-more // ranks)
+        last = chunks * least + more // ranks
+        return first, last, (ranks - 1) * least + min(more, ranks - 1)
+
+    def _rank_parameters(self, plan: Plan, first: int, last: int) -> tuple[float, float]:
+        """Return the parameters of the first and of the last rank, as `rank_parameters` does."""
+        model, tensor = self._model, plan.mesh.tensor
+        begin = first * model.layer_parameters + model.embedding_parameters
+        end = last * model.layer_parameters + model.output_parameters
+        if plan.mesh.pipeline == 1:
+            return (begin + model.output_parameters) / tensor, 0.0
+        end += model.vocab * model.hidden if model.tied else 0
+        return begin / tensor, end / tensor
+
+    def _live_layers(self, plan: Plan) -> tuple[int, int]:
+        """Return the layers whose activations the first and the last rank keep."""
+        ranks, count = plan.mesh.pipeline, plan.microbatch_count
+        few = count if plan.schedule == "fill_drain" else min(count, 2 * ranks)
+        key = (ranks, plan.stages_per_rank, plan.schedule, few)
+        if key not in self._live:
+            live = live_layers(plan, stage_layer_counts(self._model, plan), count)
+            self._live[key] = live[0], live[-1]
+        return self._live[key]

@@ -1,0 +1,186 @@
+"""What a rank of a plan does in a step, as a list of operations: its pipeline rank decides.
+
+    COMPUTE   a pass of a stage's microbatch, or the optimizer
+    SEND      an activation or gradient to another pipeline rank; the sender goes on
+    RECEIVE   waits for one
+    LAYERS    meets the ranks that share its layers (tensor and context axes), which exchange
+    REPLICAS  meets the replicas of its stage: gradients are reduced, or parameters gathered
+
+The order of passes is that of the `PipelineSchedule` that the runtime executes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+from paceline.perf.transformer.checks import check
+from paceline.perf.transformer.efficiency import efficiency_of
+from paceline.perf.transformer.memory import stage_layer_counts
+from paceline.perf.transformer.network import Network
+from paceline.perf.transformer.pipelining import make_schedule
+from paceline.perf.transformer.pricing import DeviceRates
+from paceline.perf.transformer.step import (
+    messages_s,
+    microbatch_costs,
+    stage_passes,
+    step_times,
+)
+from paceline.schedules.pipeline import PipelineAction, StageCosts
+
+if TYPE_CHECKING:
+    from paceline.core.machine import Machine
+    from paceline.core.plan import Plan
+    from paceline.perf.transformer.architecture import Architecture
+
+
+# Of a collective whose bytes are all hidden: that all ranks are there takes a message's latency.
+_MEETING_S = 1e-6
+
+
+class OperationKind(IntEnum):
+    """What an operation does."""
+
+    COMPUTE = 0
+    SEND = 1
+    RECEIVE = 2
+    LAYERS = 3
+    REPLICAS = 4
+
+
+class RankOperation(NamedTuple):
+    """One operation of a rank.
+
+    Attributes:
+        kind: what it does.
+        seconds: of compute, of the message, or of the collective once all are there.
+        action: of the pipeline that it belongs to; of a message the one that made it. None: of the
+            optimizer, or of the reduction of gradients.
+        peer: pipeline rank of the other side of a message; -1 for none.
+    """
+
+    kind: OperationKind
+    seconds: float
+    action: PipelineAction | None = None
+    peer: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """Seconds by kind of action and stage: computing, and exchanging between layers' ranks."""
+
+    compute_s: dict[str, tuple[float, ...]]
+    exchange_s: dict[str, tuple[float, ...]]
+
+
+def step_programs(
+    machine: Machine, model: Architecture, plan: Plan, batch: int
+) -> tuple[tuple[RankOperation, ...], ...]:
+    """Return what each pipeline rank does in a step.
+
+    Raises:
+        UsageError: the plan does not fit the model or the machine.
+    """
+    microbatch = check(machine, model, plan, batch)
+    reached = efficiency_of(machine.devices[0])
+    network = Network.of(machine, reached, plan.nodes)
+    ranks = plan.mesh.pipeline
+    passes = _passes(machine, model, plan, microbatch)
+    boundaries_s = messages_s(model, plan, microbatch, network, reached.layer_s.value)
+    whole = step_times(machine, model, plan, batch, reached, 1.0)
+    ends = (
+        RankOperation(OperationKind.REPLICAS, max(_MEETING_S, whole.exposed["gradients"])),
+        RankOperation(
+            OperationKind.COMPUTE, whole.breakdown.optimizer + whole.exposed["compression"]
+        ),
+    )
+    schedule = make_schedule(plan, ranks, plan.microbatch_count)
+    programs = []
+    for rank, actions in enumerate(schedule.actions):
+        operations: list[RankOperation] = []
+        for action in actions:
+            operations += _operations(plan, action, rank, schedule.stages, passes, boundaries_s)
+        programs.append((*operations, *ends))
+    return tuple(programs)
+
+
+def _passes(machine: Machine, model: Architecture, plan: Plan, microbatch: float) -> _Passes:
+    reached = efficiency_of(machine.devices[0])
+    network = Network.of(machine, reached, plan.nodes)
+    rates = DeviceRates.of(machine, plan.precision, reached)
+    costs = microbatch_costs(model, plan, microbatch, rates, network)
+    replicas = network.group(plan.mesh.data * plan.mesh.context, plan.mesh.tensor)
+    forward_s, backward_s = stage_passes(model, plan, costs, network, replicas)
+    counts = stage_layer_counts(model, plan)
+    exchange = {
+        "forward": tuple(layers * costs.tensor_forward_s for layers in counts),
+        "backward": tuple(layers * costs.tensor_backward_s for layers in counts),
+    }
+    exchange["backward_input"] = exchange["backward"]
+    exchange["backward_weight"] = tuple(0.0 for _ in counts)
+    whole = StageCosts(
+        forward_s=tuple(a - b for a, b in zip(forward_s, exchange["forward"], strict=True)),
+        backward_s=tuple(a - b for a, b in zip(backward_s, exchange["backward"], strict=True)),
+    )
+    return _Passes({str(kind): seconds for kind, seconds in whole.by_kind().items()}, exchange)
+
+
+def _operations(
+    plan: Plan,
+    action: PipelineAction,
+    rank: int,
+    stages: int,
+    passes: _Passes,
+    boundaries_s: tuple[float, ...],
+) -> list[RankOperation]:
+    """Return what one action needs, does and sends."""
+    ranks = plan.mesh.pipeline
+    source, target = _source(action, stages), _target(action, stages)
+    sender, receiver = (
+        -1 if stage is None or stage % ranks == rank else stage % ranks
+        for stage in (source.stage if source else None, target)
+    )
+    seconds = passes.compute_s[action.kind][action.stage]
+    sent_s = _message_s(rank, receiver, boundaries_s) if receiver >= 0 else 0.0
+    if not plan.overlap_pipeline:  # both ranks do nothing else while a message moves
+        seconds += sent_s + (_message_s(rank, sender, boundaries_s) if sender >= 0 else 0.0)
+        sent_s = 0.0
+    found = []
+    if sender >= 0:
+        found.append(RankOperation(OperationKind.RECEIVE, 0.0, source, sender))
+    found.append(RankOperation(OperationKind.COMPUTE, seconds, action))
+    if plan.mesh.tensor * plan.mesh.context > 1:
+        exchange_s = max(_MEETING_S, passes.exchange_s[action.kind][action.stage])
+        found.append(RankOperation(OperationKind.LAYERS, exchange_s, action))
+    if plan.zero == 3 and plan.mesh.data * plan.mesh.context > 1:
+        found.append(RankOperation(OperationKind.REPLICAS, _MEETING_S, action))
+    if receiver >= 0:
+        found.append(RankOperation(OperationKind.SEND, sent_s, action, receiver))
+    return found
+
+
+def _message_s(rank: int, peer: int, boundaries_s: tuple[float, ...]) -> float:
+    """Return the seconds of a message; interleaved stages go round over the longest way."""
+    return boundaries_s[min(rank, peer)] if abs(peer - rank) == 1 else max(boundaries_s)
+
+
+def _source(action: PipelineAction, stages: int) -> PipelineAction | None:
+    """Return the action of another stage whose outcome this one needs.
+
+    A gradient is sent when the gradients of a stage's inputs are known: by the whole backward, or
+    by its first part.
+    """
+    if action.kind == "forward":
+        return action._replace(stage=action.stage - 1) if action.stage else None
+    if action.kind == "backward_weight" or action.stage == stages - 1:
+        return None
+    return action._replace(stage=action.stage + 1)
+
+
+def _target(action: PipelineAction, stages: int) -> int | None:
+    """Return the stage that needs the outcome of an action."""
+    if action.kind == "backward_weight":
+        return None
+    stage = action.stage + (1 if action.kind == "forward" else -1)
+    return stage if 0 <= stage < stages else None

@@ -1,0 +1,141 @@
+"""The outcome of a search of plans, for a terminal: the front, why the winner wins, what if."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.text import Text
+
+from paceline.report.fitting_table import FittingTable
+from paceline.report.transformer import render_transformer
+from paceline.report.units import format_bytes, format_seconds, format_share, plural
+from paceline.report.words import phase_label
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from paceline.core.plan import Plan
+    from paceline.perf.planner import PlanSearch
+    from paceline.perf.planner.result import Alternative, PricedPlan
+
+MOST_ROWS = 12
+PER_AXIS = 2  # other values of an axis that are shown
+
+
+def render_search(search: PlanSearch, flops_per_sample: float) -> Group:
+    """Return what ``paceline plan --model --search`` shows.
+
+    Args:
+        search: its outcome.
+        flops_per_sample: of the model, nothing computed twice.
+    """
+    parts: list[RenderableType] = [Text(_head(search)), Text()]
+    parts += [render_transformer(search.best, flops_per_sample)]
+    if search.front:
+        parts += [_front(search), Text()]
+    if search.alternatives:
+        parts += [_alternatives(search.alternatives), Text()]
+    parts += [Text(line) for line in _what_if(search)]
+    return Group(*parts)
+
+
+def _head(search: PlanSearch) -> str:
+    text = (
+        f"{search.compared:,} plans compared, {search.fitting:,} may fit, {search.priced:,} priced "
+        f"in full, in {format_seconds(search.seconds)}"
+    )
+    if search.left_out:
+        text += f"; {plural(search.left_out, 'plan')} that may be faster left out for time"
+    if not search.front:
+        text += "; none fits, the smallest:"
+    return text
+
+
+def plan_in_words(plan: Plan) -> str:
+    """Return a plan's mesh and choices, shortly.
+
+    >>> from paceline.core.plan import Mesh, Plan
+    >>> plan_in_words(Plan(mesh=Mesh(data=4, tensor=8), microbatches=2, zero=1))
+    '4 data x 8 tensor, 2 microbatches, zero 1'
+    """
+    mesh = plan.mesh
+    axes = ((mesh.data, "data"), (mesh.tensor, "tensor"), (mesh.pipeline, "pipeline"),
+            (mesh.context, "context"))  # fmt: skip
+    words = [" x ".join(f"{count} {name}" for count, name in axes if count > 1) or "1 rank"]
+    words.append(plural(plan.microbatch_count, "microbatch"))
+    if plan.stages_per_rank > 1:
+        words.append(f"{plan.stages_per_rank} stages per rank")
+    elif mesh.pipeline > 1:
+        words.append(plan.schedule)
+    if plan.zero:
+        words.append(f"zero {plan.zero}")
+    if plan.recompute != "none":
+        words.append(f"recompute {plan.recompute}")
+    return ", ".join(words)
+
+
+def _front(search: PlanSearch) -> FittingTable:
+    shown = _spread(search.front)
+    costs_differ = len({priced.plan.nodes for priced in search.front}) > 1
+    rows = tuple(
+        (
+            f"{priced.plan.nodes:,}",
+            plan_in_words(priced.plan),
+            format_seconds(priced.step_s),
+            format_bytes(priced.memory_bytes),
+            f"{priced.node_hours:,.1f}" if costs_differ else "",
+        )
+        for priced in shown
+    )
+    left = len(search.front) - len(shown)
+    more = f" ({left} of {len(search.front)} left out)" if left else ""
+    return FittingTable(
+        heads=("nodes", f"no plan beats these{more}", "step", "memory", "node-h per 1M samples"),
+        rows=rows,
+        names=2,
+        bold=frozenset([0]),
+    )
+
+
+def _spread(front: tuple[PricedPlan, ...]) -> list[PricedPlan]:
+    """Return at most `MOST_ROWS` of the front: the first, the last, and some between."""
+    if len(front) <= MOST_ROWS:
+        return list(front)
+    chosen = sorted({round(k * (len(front) - 1) / (MOST_ROWS - 1)) for k in range(MOST_ROWS)})
+    return [front[k] for k in chosen]
+
+
+def _alternatives(alternatives: tuple[Alternative, ...]) -> FittingTable:
+    """Return the best other values of each axis; they come sorted by axis and time."""
+    shown: dict[str, list[Alternative]] = {}
+    for item in alternatives:
+        shown.setdefault(item.axis, []).append(item)
+    return FittingTable(
+        heads=("in place of the winner's", "value", "step", "what grows"),
+        rows=tuple(_alternative_row(item) for found in shown.values() for item in found[:PER_AXIS]),
+        names=2,
+    )
+
+
+def _alternative_row(item: Alternative) -> tuple[str, str, str, str]:
+    if item.slower is None:
+        return item.axis, item.value, "does not fit", f"{format_bytes(item.missing_bytes)} too much"
+    sign = ">= " if item.is_bound else ""
+    grown = phase_label(item.why) if item.why else ""
+    return item.axis, item.value, f"{sign}+{format_share(max(0.0, item.slower))}", grown
+
+
+def _what_if(search: PlanSearch) -> list[str]:
+    lines = []
+    for item in search.what_if:
+        if not item.is_other:
+            lines.append(f"{item.change}: the same plan wins")
+            continue
+        words = plan_in_words(item.plan)
+        if item.faster < 0:
+            slower = format_share(1 / (1 + item.faster) - 1)
+            lines.append(f"{item.change}: this one does not fit; {words} wins, {slower} slower")
+        else:
+            lines.append(f"{item.change}: {words} wins, {format_share(item.faster)} faster")
+    return lines

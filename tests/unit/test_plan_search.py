@@ -1,0 +1,211 @@
+"""A search of plans: bounds hold, the winner is that of pricing all, and the answer has reasons."""
+
+import csv
+import dataclasses
+import json
+from xml.etree import ElementTree
+
+import pytest
+from command_line import without_torch
+
+from paceline.cli.plan_model import NodeRange
+from paceline.core.errors import MemoryExceeded, UsageError
+from paceline.core.machine_file import library_machine
+from paceline.perf.planner import SearchSpace, search_plans
+from paceline.perf.planner.bounds import PlanBounds
+from paceline.perf.planner.candidates import BoundedPlans, PlanPricer
+from paceline.perf.planner.changes import parse_changes, with_changes
+from paceline.perf.planner.scaling import scaling_study
+from paceline.perf.transformer import Architecture
+from paceline.report.plan_search import plan_in_words
+
+SELENE = library_machine("selene")
+SMALL = Architecture(layers=6, hidden=512, heads=8, vocab=32000, sequence=2048)
+LARGE = Architecture(layers=48, hidden=8192, heads=64, vocab=51200, sequence=2048)
+MODELS = {
+    "small": (SMALL, 64, (1, 2)),
+    "uneven layers": (dataclasses.replace(SMALL, layers=7, tied=False), 48, (1,)),
+    "large": (LARGE, 128, (4,)),
+}
+
+
+def priced(machine, model, space):
+    pricer = PlanPricer(machine, model, space.batch, deadline_s=float("inf"))
+    return [pricer(plan) for plan in space.plans(machine, model)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_plan_is_faster_or_smaller_than_its_bounds(name):
+    model, batch, nodes = MODELS[name]
+    space = SearchSpace(batch=batch, nodes=nodes, fixed={})
+    bounds = PlanBounds(SELENE, model, batch)
+    plans = list(space.plans(SELENE, model))
+    pricer = PlanPricer(SELENE, model, batch, deadline_s=float("inf"))
+    for plan in plans[:: max(1, len(plans) // 300)]:
+        found = pricer(plan)
+        assert bounds.step_s(plan) <= found.step_s * (1 + 1e-9), plan
+        assert bounds.memory_bytes(plan) <= found.memory_bytes + 16, plan
+
+
+def test_the_front_is_that_of_pricing_every_plan():
+    space = SearchSpace(batch=64, nodes=(1, 2), fixed={"zero": 1, "context": 1})
+    everything = priced(SELENE, SMALL, space)
+    search = search_plans(SELENE, SMALL, space)
+    assert search.compared == len(everything) > search.priced
+    assert search.front[0].step_s == min(plan.step_s for plan in everything)
+    assert not search.left_out
+    for point in search.front:
+        assert not any(
+            other.step_s < point.step_s * (1 - 1e-9)
+            and other.devices <= point.devices
+            and other.memory_bytes <= point.memory_bytes
+            for other in everything
+        )
+
+
+def test_alternatives_name_what_each_choice_of_the_winner_is_worth():
+    space = SearchSpace(batch=64, nodes=(1,), fixed={"context": 1})
+    search = search_plans(SELENE, SMALL, space)
+    everything = priced(SELENE, SMALL, space)
+    winner = search.front[0].plan
+    exact = [item for item in search.alternatives if item.slower is not None and not item.is_bound]
+    assert {"tensor", "zero", "recompute"} <= {item.axis for item in exact}
+    for item in exact:
+        if item.axis != "tensor":
+            continue
+        best_s = min(plan.step_s for plan in everything
+                     if plan.plan.mesh.tensor == int(item.value))  # fmt: skip
+        assert item.slower == pytest.approx(best_s / search.front[0].step_s - 1)
+    assert all(item.value != str(winner.mesh.tensor) for item in exact if item.axis == "tensor")
+
+
+def test_what_is_given_is_fixed():
+    space = SearchSpace(batch=128, nodes=(4,), fixed={"tensor": 4, "stages": 2, "zero": 0})
+    plans = list(space.plans(SELENE, LARGE))
+    assert {(plan.mesh.tensor, plan.mesh.pipeline, plan.zero) for plan in plans} == {(4, 2, 0)}
+
+
+@pytest.mark.parametrize(
+    ("fixed", "words"),
+    [({"zero": 0}, "zero 3 in place of 0"), ({}, "nodes: a rank needs")],
+    ids=["a flag", "nodes"],
+)
+def test_where_nothing_fits_the_cheapest_change_is_named(fixed, words):
+    space = SearchSpace(batch=64, nodes=(1,), fixed={"tensor": 8, "microbatch": 1, **fixed})
+    if not fixed:
+        model = dataclasses.replace(LARGE, layers=400)
+    else:
+        model = dataclasses.replace(LARGE, layers=12, hidden=8192)
+        space = dataclasses.replace(space, fixed={"tensor": 1, "stages": 1, "context": 1, **fixed})
+    search = search_plans(SELENE, model, space)
+    assert not search.fits
+    assert search.best.needed_memory_bytes > search.best.available_memory_bytes
+    assert words in search.cheapest_change
+
+
+def test_a_search_that_runs_out_of_time_says_what_it_left_out():
+    space = SearchSpace(batch=64, nodes=(1,), fixed={"context": 1})
+    search = search_plans(SELENE, SMALL, space, budget_s=0.0)
+    assert search.priced == 0
+    assert search.left_out == search.fitting > 0
+
+
+def test_a_batch_that_nothing_divides_is_refused():
+    space = SearchSpace(batch=7, nodes=(2,), fixed={"tensor": 1, "stages": 1, "context": 1})
+    with pytest.raises(UsageError, match="no plan divides a batch of 7"):
+        BoundedPlans.of(space, SELENE, SMALL)
+
+
+def command(*flags):
+    model = "layers=6,hidden=512,heads=8,vocab=32000,sequence=2048"
+    return without_torch("plan", "--model", model, "--machine", "selene", *flags, text=True)
+
+
+def test_the_command_prints_the_best_plan_and_writes_it(tmp_path):
+    out = tmp_path / "plan.json"
+    done = command("--nodes", "1..2", "--batch", "64", "--context", "1", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert "plans compared" in done.stdout
+    assert "in place of the winner's" in done.stdout
+    written = json.loads(out.read_text())["plan"]
+    as_json = command("--search", "--batch", "64", "--nodes", "2", "--context", "1", "--json")
+    assert json.loads(as_json.stdout)["best"]["plan"]["nodes"] == 2
+    assert written["mesh"]["context"] == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--search",), "a search needs the samples of a step"),
+        (("--nodes", "4..2", "--batch", "8"), "ends before it begins"),
+        (("--nodes", "some"), "no number of nodes"),
+        (("--steps", "3"), "--steps has an effect with --simulate"),
+        (("--samples", "3"), "--samples has an effect with --scaling"),
+        (("--what-if", "netwrk x2"), "unknown figure 'netwrk'"),
+        (("--what-if", "network 2"), "no figure with a factor above 0"),
+        (("--simulate", "x", "--slow", "9:2"), "rank 9 is disturbed, and there are 8"),
+        (("--simulate", "x", "--slow", "1"), "no rank with a factor"),
+    ],
+)
+def test_wrong_ranges_and_missing_batches_are_refused(flags, words):
+    done = command(*flags)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+def test_a_scaling_study_is_printed_drawn_and_written(tmp_path):
+    flags = ("--nodes", "1..4", "--batch", "64", "--zero", "1", "--context", "1")
+    done = command(*flags, "--scaling", str(tmp_path), "--samples", "1000000")
+    assert done.returncode == 0, done.stderr
+    assert "the fastest plan" in done.stdout
+    rows = list(csv.DictReader((tmp_path / "scaling.csv").read_text().splitlines()))
+    assert [row["nodes"] for row in rows] == ["1", "2", "4"]
+    assert float(rows[0]["efficiency"]) == 1.0
+    assert float(rows[0]["training_s"]) > float(rows[-1]["training_s"]) > 0
+    drawing = ElementTree.fromstring((tmp_path / "scaling.svg").read_text())
+    assert drawing.tag.endswith("svg")
+
+
+def test_a_study_leaves_out_sizes_that_do_not_fit_or_divide():
+    space = SearchSpace(batch=96, nodes=(1, 4, 64), fixed={"stages": 1, "context": 1, "tensor": 8})
+    study = scaling_study(SELENE, LARGE, space)
+    assert study.too_small or study.points[0].nodes == 1
+    assert study.indivisible == (64,)
+    twice = scaling_study(with_changes(SELENE, {"network": 2.0}), LARGE, space)
+    assert twice.points[-1].step_s <= study.points[-1].step_s
+    with pytest.raises(MemoryExceeded, match="fits at none"):
+        scaling_study(SELENE, LARGE, dataclasses.replace(space, nodes=(64, 128)))
+
+
+def test_changes_of_a_machine_multiply_its_figures():
+    changed = with_changes(SELENE, {"compute": 2.0, "memory": 0.5, "network": 3.0, "link": 4.0})
+    device, old = changed.devices[0], SELENE.devices[0]
+    assert device.memory_bytes.value == old.memory_bytes.value / 2
+    assert device.peaks[0].flops_per_s.value == 2 * old.peaks[0].flops_per_s.value
+    for level, factor in (("network", 3.0), ("nvlink", 4.0)):
+        before, after = SELENE.link(level), changed.link(level)
+        assert after.bandwidth_bytes_per_s.value == factor * before.bandwidth_bytes_per_s.value
+    assert parse_changes(" memory x0.5,network x 2 ") == {"memory": 0.5, "network": 2.0}
+
+
+def test_the_command_simulates_a_plan(tmp_path):
+    run = tmp_path / "run"
+    flags = ("--batch", "64", "--stages", "2", "--simulate", str(run), "--steps", "20")
+    done = command(*flags, "--slow", "5:1.5")
+    assert done.returncode == 0, done.stderr
+    why = without_torch("why", str(run), text=True)
+    assert "Rank 5 arrives" in why.stdout, why.stderr
+
+
+def test_a_range_of_nodes_doubles_until_its_end():
+    assert NodeRange().convert("1..512", None, None)[-2:] == (256, 512)
+    assert NodeRange().convert("24", None, None) == (24,)
+
+
+def test_a_plan_is_told_in_words():
+    space = SearchSpace(batch=64, nodes=(1,), fixed={"tensor": 2, "stages": 2, "zero": 3,
+                        "recompute": "full", "microbatch": 32, "schedule": "1f1b"})  # fmt: skip
+    plan = next(iter(space.plans(SELENE, SMALL)))
+    assert plan_in_words(plan) == (
+        "2 data x 2 tensor x 2 pipeline, 1 microbatch, 1f1b, zero 3, recompute full"
+    )
