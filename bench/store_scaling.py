@@ -4,8 +4,9 @@ Measured here: the processor time of a server and of a client for a file of 107 
 and for a node's card. Simulated from them: N nodes, each with its share of the shards by the
 placement that nodes really use (`placement.place`). In an epoch each file is read once, by any
 node, in random order; a node reads batches, several in flight, from the nodes that
-`Membership.holders` names first. A node is three queues in a row, each serving one file at a time: the owner's processor, the owner's
-link, the reader's link and processor. What a node holds itself is read from local storage.
+`Membership.holders` names first. A node is three queues in a row, each serving one file at a time:
+the owner's processor, the owner's link, the reader's link and processor. What a node holds itself
+is read from local storage.
 
 - network: FDR InfiniBand, 56 Gbit/s, and Omni-Path, 100 Gbit/s, on which FanStore was published.
 - efficiency: files/s of a node among N over those of a node among 2, where half is remote already,

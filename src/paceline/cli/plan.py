@@ -28,8 +28,8 @@ Example: paceline plan examples/digits_step.py:step -n 2
   nothing runs: paceline plan examples/digits_step.py:step --compute rates
   in stages: paceline plan examples/digits_step.py:step -n 4 --strategy auto
   a transformer: paceline plan --model config.json --machine selene --nodes 4 --tensor 8 --zero 1
-  corrected by a run of the last plan: paceline plan ... --from paceline-runs/train-20260101-120000
   the best plan: paceline plan --model config.json --machine selene --nodes 1..64 --batch 512
+  corrected by a run of the last plan: paceline plan ... --from paceline-runs/train-20260101-120000
 """
 )
 @click.argument("target", metavar="[FILE.py:FUNCTION]", required=False)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from paceline.core.estimate import Estimate
     from paceline.core.machine import Machine
-    from paceline.perf.transformer import Architecture, SampleCost
+    from paceline.perf.transformer import Architecture, Risks
 
 # Flags of scripts that have a meaning for an architecture too.
 _SHARED = (
@@ -272,38 +272,31 @@ def print_transformer(
         PacelineError: see `prepare_output`, `make_plan`, `make_architecture`, `refit_by_runs`,
             `estimate_transformer`.
     """
-    from paceline.core.config import parse_size
     from paceline.core.file_kind import FileKind, prepare_output
-    from paceline.perf.transformer import Risks, SampleCost
+    from paceline.perf.transformer import Risks
     from paceline.perf.transformer.options import make_architecture
     from paceline.probe.machine_file import load_machine
 
     given = {name: value for name, value in flags.items() if value not in (None, ())}
-    _refuse_lonely_flags(given)
+    nodes = given.pop("nodes", (1,))
+    searches = given.pop("search", False) or len(nodes) > 1 or "scaling" in given
+    _refuse_lonely_flags(given, searches=searches, budget=budget)
     if out is not None:
         prepare_output(out, FileKind.PLAN)
-    nodes = given.pop("nodes", (1,))
-    searches = given.pop("search", False) or len(nodes) > 1
-    simulation = {name: given.pop(name) for name in ("simulate", "steps", "slow") if name in given}
-    scaling, samples = given.pop("scaling", None), given.pop("samples", 0)
     risks = Risks(
         jitter=given.pop("jitter", 0.0),
         node_failure_s=3600 * given.pop("node_failure_hours", 0.0),
     )
-    sample = SampleCost(
-        bytes=parse_size(given.pop("sample_bytes", "0")),
-        seconds=given.pop("sample_seconds", 0.0),
-    )
+    simulation = {name: given.pop(name) for name in ("simulate", "steps", "slow") if name in given}
+    scaling, samples = given.pop("scaling", None), given.pop("samples", 0)
     architecture = make_architecture(model, sequence=given.pop("sequence", None))
     machine = load_machine(machine_path)
+    if changes := given.pop("what_if", None):
+        machine = _changed(machine, changes)
     if runs:
         from paceline.studies.calibrate import refit_by_runs
 
         machine = refit_by_runs(machine, architecture, runs)
-    if changes := given.pop("what_if", None):
-        machine = _changed(machine, changes)
-    if scaling is not None or searches:
-        _refuse_in_searches(given, sample, budget)
     if scaling is not None:
         space = make_space(nodes, given)
         print_scaling(
@@ -314,10 +307,8 @@ def print_transformer(
         space = make_space(nodes, given)
         best = print_search(machine, architecture, space, risks, out=out, as_json=as_json)
     else:
-        bytes_ = parse_size(budget) if budget else None
-        terms = {"risks": risks, "sample": sample, "budget_bytes": bytes_}
-        options = {**given, "nodes": nodes[0]}
-        best = _print_plan(machine, architecture, options, terms, out=out, as_json=as_json)
+        best = _estimate(machine, architecture, risks, {"nodes": nodes[0], **given}, budget)
+        _print_plan(best, architecture, out=out, as_json=as_json)
     if simulation:
         write_simulation(
             machine,
@@ -331,57 +322,38 @@ def print_transformer(
         )
 
 
-def _refuse_in_searches(given: dict[str, Any], sample: SampleCost, budget: str | None) -> None:
-    """Raise an error for flags of one plan beside a search.
+def _estimate(
+    machine: Machine, model: Architecture, risks: Risks, given: dict[str, Any], budget: str | None
+) -> Estimate:
+    """Return the estimate of the one plan that flags describe."""
+    from paceline.core.config import parse_size
+    from paceline.perf.transformer import SampleCost, estimate_transformer
+    from paceline.perf.transformer.options import TransformerOptions, make_plan
 
-    Raises:
-        UsageError: there is one.
-    """
-    from paceline.core.errors import UsageError
-
-    loads = given.get("loader_workers") or sample.bytes or sample.seconds
-    if budget or loads or given.get("compression"):
-        raise UsageError(
-            "a search compares steps in a device's memory, whose samples are there, and whose "
-            "gradients are reduced as they are",
-            where="paceline plan --model --search",
-            fix="Leave out --fit, --loader-workers, --sample-... and --compression; plan the best "
-            "plan with them",
-        )
+    sample = SampleCost(
+        bytes=parse_size(given.pop("sample_bytes", "0")),
+        seconds=given.pop("sample_seconds", 0.0),
+    )
+    plan, batch = make_plan(machine, TransformerOptions(**given))
+    budget_bytes = parse_size(budget) if budget else None
+    return estimate_transformer(
+        machine, model, plan, batch, risks, sample=sample, budget_bytes=budget_bytes
+    )
 
 
 def _print_plan(
-    machine: Machine,
-    model: Architecture,
-    options: dict[str, Any],
-    terms: dict[str, Any],
-    *,
-    out: Path | None,
-    as_json: bool,
-) -> Estimate:
-    """Predict one plan, write its file and print the estimate; return it.
-
-    Args:
-        machine: to plan for.
-        model: to train.
-        options: fields of `TransformerOptions`.
-        terms: further arguments of `estimate_transformer`.
-        out: plan file to write; None: none.
-        as_json: print JSON.
-    """
+    estimate: Estimate, model: Architecture, *, out: Path | None, as_json: bool
+) -> None:
+    """Write the file of one plan and print its estimate."""
     from paceline.core.files import commit_text
     from paceline.core.plan_file import PlanFile
-    from paceline.perf.transformer import estimate_transformer
-    from paceline.perf.transformer.options import TransformerOptions, make_plan
 
-    plan, batch = make_plan(machine, TransformerOptions(**options))
-    estimate = estimate_transformer(machine, model, plan, batch, **terms)
     if out is not None:
-        commit_text(out, PlanFile(plan=plan, estimate=estimate).to_text())
+        commit_text(out, PlanFile(plan=estimate.plan, estimate=estimate).to_text())
         click.echo(f"plan: wrote {out}", err=True)
     if as_json:
         click.echo(estimate.to_text(), nl=False)
-        return estimate
+        return
     from rich.console import Console
 
     from paceline.report.transformer import render_transformer
@@ -390,7 +362,6 @@ def _print_plan(
     console.print(render_transformer(estimate, model.flops_per_token * model.sequence))
     for warning in estimate.warnings:
         console.print(warning, markup=False, style="yellow", soft_wrap=True)
-    return estimate
 
 
 def _changed(machine: Machine, changes: str) -> Machine:
@@ -403,8 +374,13 @@ def _changed(machine: Machine, changes: str) -> Machine:
     return replace(changed, name=f"{machine.name}, {changes}")
 
 
-def _refuse_lonely_flags(given: dict[str, Any]) -> None:
+def _refuse_lonely_flags(given: dict[str, Any], *, searches: bool, budget: str | None) -> None:
     """Raise an error for a flag that has an effect only with another one, or not with it.
+
+    Args:
+        given: flags that have a value.
+        searches: whether plans are compared.
+        budget: of --fit.
 
     Raises:
         UsageError: there is one.
@@ -423,4 +399,12 @@ def _refuse_lonely_flags(given: dict[str, Any]) -> None:
             "a simulation is of one plan, a scaling study of several",
             where="paceline plan --model --scaling --simulate",
             fix="Leave out one of the two",
+        )
+    single = [name for name in ("sample_bytes", "sample_seconds") if name in given]
+    if searches and (single or budget):
+        flag = _flag_of(single[0]) if single else "--fit"
+        raise UsageError(
+            f"{flag} is for a single plan, not for a search",
+            where="paceline plan --model --search",
+            fix="Search without it, then plan the winner with it",
         )

@@ -22,7 +22,11 @@ from paceline.perf.transformer.memory import memory_of_rank, stage_layer_counts
 from paceline.perf.transformer.network import Network
 from paceline.perf.transformer.pipelining import live_layers
 from paceline.perf.transformer.pricing import DeviceRates
-from paceline.perf.transformer.reduction import HIDDEN_SHARE, reduction_s
+from paceline.perf.transformer.reduction import (
+    compression_s,
+    exposed_reduction_s,
+    reduction_s,
+)
 from paceline.perf.transformer.step import OPTIMIZER_BYTES, microbatch_costs, sharded_layer_s
 
 if TYPE_CHECKING:
@@ -68,8 +72,9 @@ class PlanBounds:
         pipeline_s = max(count * last_s + wait_s, count * first * layer_s)
         parameters = max(self._rank_parameters(plan, first, last))
         window_s = first * backward_s + (costs.output_backward_s if mesh.pipeline == 1 else 0.0)
-        hidden_s = window_s * HIDDEN_SHARE if plan.overlap_data else 0.0
-        after_s = max(0.0, reduction_s(plan, parameters, network, replicas) - hidden_s)
+        reduce_all_s = reduction_s(plan, parameters, network, replicas)
+        after_s = exposed_reduction_s(plan, reduce_all_s, window_s)
+        after_s += compression_s(plan, parameters, rates, replicas)
         if plan.zero in (1, 2):
             after_s += network.all_gather_s(replicas, ACTIVATION_BYTES * parameters)
         share = replicas.ranks if plan.zero else 1
@@ -111,7 +116,7 @@ class PlanBounds:
         microbatch = self._microbatch(plan)
         key = (plan.mesh.tensor, plan.mesh.context, microbatch, plan.recompute, plan.precision,
                plan.sequence_parallel, plan.fused_attention, plan.compiled, plan.balanced_context,
-               plan.overlap_tensor, plan.padded_vocabulary, plan.nodes)  # fmt: skip
+               plan.overlap_tensor, plan.nodes)  # fmt: skip
         if key not in self._costs:
             self._costs[key] = (
                 microbatch_costs(

@@ -19,7 +19,7 @@ from paceline.perf.transformer.checks import check
 from paceline.perf.transformer.efficiency import efficiency_of
 from paceline.perf.transformer.memory import stage_layer_counts
 from paceline.perf.transformer.network import Network
-from paceline.perf.transformer.pipelining import make_schedule
+from paceline.perf.transformer.pipelining import StagePasses, make_schedule
 from paceline.perf.transformer.pricing import DeviceRates
 from paceline.perf.transformer.step import (
     messages_s,
@@ -86,13 +86,17 @@ def step_programs(
     reached = efficiency_of(machine.devices[0])
     network = Network.of(machine, reached, plan.nodes)
     ranks = plan.mesh.pipeline
-    passes = _passes(machine, model, plan, microbatch)
-    boundaries_s = messages_s(model, plan, microbatch, network, reached.layer_s.value)
+    rates = DeviceRates.of(machine, plan.precision, reached)
+    boundaries_s = messages_s(model, plan, microbatch, network, rates.layer_s)
+    blocking_s: tuple[float, ...] = ()
+    if not plan.overlap_pipeline:  # messages are part of passes
+        boundaries_s, blocking_s = (0.0,) * len(boundaries_s), boundaries_s
+    passes = _passes(model, plan, microbatch, rates, network, blocking_s)
     whole = step_times(machine, model, plan, batch, reached, 1.0)
     ends = (
         RankOperation(OperationKind.REPLICAS, max(_MEETING_S, whole.exposed["gradients"])),
         RankOperation(
-            OperationKind.COMPUTE, whole.breakdown.optimizer + whole.exposed["compression"]
+            OperationKind.COMPUTE, whole.exposed["compression"] + whole.breakdown.optimizer
         ),
     )
     schedule = make_schedule(plan, ranks, plan.microbatch_count)
@@ -105,13 +109,19 @@ def step_programs(
     return tuple(programs)
 
 
-def _passes(machine: Machine, model: Architecture, plan: Plan, microbatch: float) -> _Passes:
-    reached = efficiency_of(machine.devices[0])
-    network = Network.of(machine, reached, plan.nodes)
-    rates = DeviceRates.of(machine, plan.precision, reached)
+def _passes(
+    model: Architecture,
+    plan: Plan,
+    microbatch: float,
+    rates: DeviceRates,
+    network: Network,
+    blocking_s: tuple[float, ...],
+) -> _Passes:
+    """Return the seconds of passes; `blocking_s` are of messages in which ranks do not compute."""
     costs = microbatch_costs(model, plan, microbatch, rates, network)
     replicas = network.group(plan.mesh.data * plan.mesh.context, plan.mesh.tensor)
-    forward_s, backward_s = stage_passes(model, plan, costs, network, replicas)
+    times = StagePasses(*stage_passes(model, plan, costs, network, replicas), blocking_s)
+    times = times.blocking(plan.mesh.pipeline)
     counts = stage_layer_counts(model, plan)
     exchange = {
         "forward": tuple(layers * costs.tensor_forward_s for layers in counts),
@@ -120,10 +130,14 @@ def _passes(machine: Machine, model: Architecture, plan: Plan, microbatch: float
     exchange["backward_input"] = exchange["backward"]
     exchange["backward_weight"] = tuple(0.0 for _ in counts)
     whole = StageCosts(
-        forward_s=tuple(a - b for a, b in zip(forward_s, exchange["forward"], strict=True)),
-        backward_s=tuple(a - b for a, b in zip(backward_s, exchange["backward"], strict=True)),
+        forward_s=_differences(times.forward_s, exchange["forward"]),
+        backward_s=_differences(times.backward_s, exchange["backward"]),
     )
     return _Passes({str(kind): seconds for kind, seconds in whole.by_kind().items()}, exchange)
+
+
+def _differences(values: tuple[float, ...], others: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(value - other for value, other in zip(values, others, strict=True))
 
 
 def _operations(
@@ -136,33 +150,26 @@ def _operations(
 ) -> list[RankOperation]:
     """Return what one action needs, does and sends."""
     ranks = plan.mesh.pipeline
-    source, target = _source(action, stages), _target(action, stages)
-    sender, receiver = (
-        -1 if stage is None or stage % ranks == rank else stage % ranks
-        for stage in (source.stage if source else None, target)
-    )
-    seconds = passes.compute_s[action.kind][action.stage]
-    sent_s = _message_s(rank, receiver, boundaries_s) if receiver >= 0 else 0.0
-    if not plan.overlap_pipeline:  # both ranks do nothing else while a message moves
-        seconds += sent_s + (_message_s(rank, sender, boundaries_s) if sender >= 0 else 0.0)
-        sent_s = 0.0
     found = []
-    if sender >= 0:
-        found.append(RankOperation(OperationKind.RECEIVE, 0.0, source, sender))
+    source = _source(action, stages)
+    if source is not None and source.stage % ranks != rank:
+        peer = source.stage % ranks
+        found.append(RankOperation(OperationKind.RECEIVE, 0.0, source, peer))
+    seconds = passes.compute_s[action.kind][action.stage]
     found.append(RankOperation(OperationKind.COMPUTE, seconds, action))
     if plan.mesh.tensor * plan.mesh.context > 1:
         exchange_s = max(_MEETING_S, passes.exchange_s[action.kind][action.stage])
         found.append(RankOperation(OperationKind.LAYERS, exchange_s, action))
     if plan.zero == 3 and plan.mesh.data * plan.mesh.context > 1:
         found.append(RankOperation(OperationKind.REPLICAS, _MEETING_S, action))
-    if receiver >= 0:
-        found.append(RankOperation(OperationKind.SEND, sent_s, action, receiver))
+    target = _target(action, stages)
+    if target is not None and target % ranks != rank:
+        peer = target % ranks
+        # Interleaved stages go round: from the last rank to the first one over the longest way.
+        near = abs(peer - rank) == 1
+        seconds = boundaries_s[min(rank, peer)] if near else max(boundaries_s)
+        found.append(RankOperation(OperationKind.SEND, seconds, action, peer))
     return found
-
-
-def _message_s(rank: int, peer: int, boundaries_s: tuple[float, ...]) -> float:
-    """Return the seconds of a message; interleaved stages go round over the longest way."""
-    return boundaries_s[min(rank, peer)] if abs(peer - rank) == 1 else max(boundaries_s)
 
 
 def _source(action: PipelineAction, stages: int) -> PipelineAction | None:

@@ -174,10 +174,11 @@ def messages_s(
     Source: nanotron, src/nanotron/parallel/pipeline_parallel/p2p.py: two messages of metadata,
     which the receiver reads on the host.
     """
-    ranks, stride = plan.mesh.pipeline, strides(plan.mesh)["pipeline"]
+    stride = strides(plan.mesh)["pipeline"]
     size_bytes = layer_work(model, plan, microbatch).exchange_bytes / plan.mesh.tensor
     more_s = 0.0 if plan.overlap_pipeline else host_s
-    return tuple(network.boundary_s(rank, stride, size_bytes) + more_s for rank in range(ranks - 1))
+    ranks = range(plan.mesh.pipeline - 1)
+    return tuple(network.boundary_s(rank, stride, size_bytes) + more_s for rank in ranks)
 
 
 def _output_products(model: Architecture, plan: Plan, microbatch: float) -> tuple[Product, ...]:
@@ -263,13 +264,6 @@ def stage_passes(
     return tuple(forward), tuple(backward)
 
 
-def _layer_task(plan: Plan, gather_s: float, layer_s: float, reduce_s: float = 0.0) -> LaneTask:
-    """Return a layer's pass; its collectives are part of the compute lane if nothing overlaps."""
-    if plan.overlap_data:
-        return LaneTask(gather_s, layer_s, reduce_s)
-    return LaneTask(0.0, gather_s + layer_s + reduce_s)
-
-
 def sharded_layer_s(
     model: Architecture, plan: Plan, network: Network, replicas: RankGroup
 ) -> tuple[float, float]:
@@ -283,3 +277,10 @@ def sharded_layer_s(
     wide = 4 if plan.reduce_precision == "float32" else 2
     gather_s = network.all_gather_s(replicas, ACTIVATION_BYTES * layer)
     return gather_s, network.all_gather_s(replicas, wide * layer)
+
+
+def _layer_task(plan: Plan, gather_s: float, layer_s: float, reduce_s: float = 0.0) -> LaneTask:
+    """Return a layer's pass; its collectives are part of the compute lane if nothing overlaps."""
+    if plan.overlap_data:
+        return LaneTask(gather_s, layer_s, reduce_s)
+    return LaneTask(0.0, gather_s + layer_s + reduce_s)
