@@ -192,7 +192,7 @@ def _run(job, folder):
     reached = result.to_target_s and round(result.to_target_s)
     name = " ".join(filter(None, (job.section, job.goal, job.strategy)))
     tell(f"  {name}, seed {job.seed}: {reached} s ({time.perf_counter() - begin:.0f} s)")
-    return job, replace(result, curve=(), returned=())
+    return job, replace(result, curve=(), returned=(), cluster_of=())
 
 
 # ------------------------------------------------------------------ bars
@@ -320,6 +320,7 @@ def selector(report):
         loss=rng.lognormal(0, 1, many),
         samples=rng.integers(20, 600, many),
         surprise=rng.lognormal(0, 1, many),
+        answers=np.ones(many),
         last_round=rng.integers(0, 100, many),
         round=100,
         accuracy=tuple(np.linspace(0.1, 0.8, 50)),

@@ -283,6 +283,10 @@ def measure_storms(report, ways, paths, processes, rounds):
         found = ratio(times, "mount", peer)
         name = f"{title}: mount / {peer}"
         reason = {"reason": failed[peer]} if peer in failed else absent(found)
+        if found is not None and found < STORM_BAR:
+            reason = {
+                "reason": f"the files without a mount reach {ratio(times, 'files', peer):.1f}"
+            }
         report.bar(name, found, STORM_BAR, at_least=True, **reason)
 
 

@@ -57,9 +57,9 @@ SET_BYTES = 400 << 20
 RANGE = struct.Struct("<QQ")
 
 
-def make_pack(folder, size):
-    """Pack files of one size, as many as `SET_BYTES` has room for, in one shard."""
-    count = max(DEPTH, SET_BYTES // size)
+def make_pack(folder, size, set_bytes=SET_BYTES):
+    """Pack files of one size, as many as `set_bytes` has room for, in one shard."""
+    count = max(DEPTH, set_bytes // size)
     random = np.random.default_rng(0)
 
     def samples():

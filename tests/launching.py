@@ -130,17 +130,20 @@ def free_endpoint(host: str = "127.0.0.1") -> str:
             return f"{host}:{port}"
 
 
+def launch_node(
+    folder: Path, number: int, endpoint: str, *args, count=2, out="RUN", **options
+) -> Launched:
+    """Start the launcher of one of `count` nodes; `options` are those of `Launched`."""
+    place = ("--nnodes", count, "--node-rank", number, "--rdzv-endpoint", endpoint, "--out", out)
+    return Launched(folder, "run", *place, *args, **options)
+
+
 def launch_nodes(folder: Path, hosts, *args, env=None) -> list[Launched]:
     """Start a run with a launcher on each host, given as address and words to run there."""
     endpoint = free_endpoint(hosts[0][0])
+    words = ("--no-record", *args)
     return [
-        Launched(
-            folder,
-            *("run", "--no-record", "--out", "RUN", "--nnodes", len(hosts)),
-            *("--node-rank", number, "--rdzv-endpoint", endpoint, *args),
-            prefix=prefix,
-            env=env,
-        )
+        launch_node(folder, number, endpoint, *words, count=len(hosts), prefix=prefix, env=env)
         for number, (_, prefix) in enumerate(hosts)
     ]
 

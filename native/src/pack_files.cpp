@@ -26,9 +26,9 @@ using paceline::report;
 using paceline::ServedFiles;
 
 struct PackFiles {
-  PackFiles(const char* place, const char* requests, const char* source)
+  PackFiles(const char* place, bool maps_shards, const char* requests, const char* source)
       : path(place),
-        reader(place, ReadOptions{.lazy = requests != nullptr}),
+        reader(place, ReadOptions{.lazy = !maps_shards}),
         served(requests == nullptr ? nullptr : std::make_unique<ServedFiles>(requests, source)) {
     struct stat status {};
     if (stat(reader.index().path().c_str(), &status) != 0) return;
@@ -176,12 +176,13 @@ int find(const PackIndex& index, std::string_view name, PackEntry& entry) {
 }  // namespace
 
 paceline::PackFilesOwner paceline::open_pack_files(const std::string& place) {
-  return PackFilesOwner(new PackFiles(place.c_str(), nullptr, nullptr));
+  return PackFilesOwner(new PackFiles(place.c_str(), /*maps_shards=*/true, nullptr, nullptr));
 }
 
 PackFiles* pack_files_open(const char* place, const char* requests, const char* source) {
   try {
-    return new PackFiles(place, requests, source);
+    // Each program of a job opens the pack, and many ask for names only: a shard is mapped when it is read.
+    return new PackFiles(place, /*maps_shards=*/false, requests, source);
   } catch (const std::exception& problem) {
     report(place, std::string("cannot be mounted: ") + problem.what());
     return nullptr;
@@ -295,7 +296,7 @@ uint64_t pack_files_inode(PackFiles* pack, PackEntry entry) {
 int pack_files_read_stored(PackFiles* pack, uint64_t sample, void* target) {
   if (pack->served != nullptr) return ENOTSUP;  // it may be elsewhere, or damaged here only
   return translated(pack, [&] {
-    auto single = pack->reader.find_single(sample);
+    auto single = pack->reader.find_single(sample, /*only_mapped=*/true);
     if (!single) return ENOTSUP;
     single->target = static_cast<std::byte*>(target);
     pack->reader.read_single(*single);

@@ -110,7 +110,7 @@ std::string checksum_mismatch(std::uint32_t expected, std::uint32_t found) {
   return text;
 }
 
-Mapping::Mapping(std::string path) : path_(std::move(path)) {
+Mapping::Mapping(std::string path, DirtyPages* dirty) : path_(std::move(path)) {
   // Not blocking: what should be a file may be a fifo.
   const int descriptor = open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (descriptor < 0) fail_io(path_, errno);
@@ -127,6 +127,7 @@ Mapping::Mapping(std::string path) : path_(std::move(path)) {
   const auto size = static_cast<std::size_t>(status.st_size);
   void* address = mmap(nullptr, size, PROT_READ, MAP_SHARED, descriptor, 0);
   const int error = errno;
+  if (dirty != nullptr) *dirty = dirty_pages(descriptor, status.st_ino, 0, size);
   close(descriptor);
   if (address == MAP_FAILED) fail_io(path_, error);
   bytes_ = {static_cast<const std::byte*>(address), size};
@@ -172,11 +173,10 @@ std::uint64_t name_hash(std::string_view name) noexcept {
 }
 
 PackIndex::PackIndex(const std::string& place)
-    : file_(is_file(place) ? place : place + "/index.pace"),
+    : file_(is_file(place) ? place : place + "/index.pace", &first_pages_),
       folder_(path().substr(0, path().rfind('/') + 1)),
       verified_ns_(coarse_ns()),
-      shows_writes_(dirty_pages(path(), file_.state().inode, 0, file_.bytes().size()) ==
-                    DirtyPages::none),
+      shows_writes_(first_pages_ == DirtyPages::none),
       state_(file_.state()) {
   const bool is_complete = completes(FaultRange(file_.bytes()), [this] {
     read_header();
@@ -265,7 +265,8 @@ std::span<const std::byte> PackIndex::block(const Place& place, std::uint64_t nu
 void PackIndex::verify_block(const Place& place, std::uint64_t number) const {
   const std::uint64_t bit = place.first_block + number;
   const auto content = block(place, number);
-  read_ahead(content);  // in one request, where touching would read page by page
+  // In one request, where touching would read page by page. An index without sums is requested as a whole.
+  if (has(Section::block_sums)) read_ahead(content);
   blocks_.begin(bit);
   const std::uint32_t found = crc32c(content.data(), content.size());
   const bool is_right = found == sums_[bit];
@@ -445,6 +446,7 @@ void PackIndex::read_sums() {
       if (place.bytes.data() != nullptr) add_whole(place);
     }
     blocks_ = Blocks(sums_.size());
+    read_ahead(file_.bytes());
     return verify_sections();
   }
   // Sums are in the order of the section table, and unknown sections have theirs as well.

@@ -711,7 +711,8 @@ void PackReader::guarded(const ExtentRead& read, Work&& work) const {
   if (!completes(FaultRange(read.shard->mapping.bytes()), work)) fail_unreadable(read);
 }
 
-std::optional<PackReader::ExtentRead> PackReader::find_single(std::uint64_t sample) const {
+std::optional<PackReader::ExtentRead> PackReader::find_single(std::uint64_t sample,
+                                                              bool only_mapped) const {
   if (options_.direct) return std::nullopt;
   Extent extent{};
   volatile bool is_single = true;
@@ -721,6 +722,9 @@ std::optional<PackReader::ExtentRead> PackReader::find_single(std::uint64_t samp
     if (is_single) extent = index_.extent(first);
   });
   if (!is_single || extent.is_encoded() || extent.stored_length == 0) return std::nullopt;
+  if (only_mapped && shards_[extent.shard].load(std::memory_order_acquire) == nullptr) {
+    return std::nullopt;
+  }
   ExtentRead read{sample, extent, /*shard=*/nullptr, /*stored=*/{}, /*target=*/nullptr,
                   /*resident=*/false, /*trusted=*/false};
   attach(read);

@@ -49,19 +49,6 @@ bool has_cachestat() noexcept {
   return known;
 }
 
-DirtyPages dirty_pages_of(int descriptor, std::uint64_t inode, CacheRange range) noexcept {
-  struct stat status {};
-  struct statfs file_system {};
-  CacheCounts counts{};
-  if (fstat(descriptor, &status) != 0 || status.st_ino != inode ||
-      fstatfs(descriptor, &file_system) != 0 ||
-      lies_in_memory(static_cast<std::uint64_t>(file_system.f_type)) ||
-      syscall(SYS_cachestat, descriptor, &range, &counts, 0U) != 0) {
-    return DirtyPages::unknown;
-  }
-  return counts.dirty > 0 ? DirtyPages::some : DirtyPages::none;
-}
-
 // The kernel cuts one request at what the device takes at once, often 1 MiB.
 constexpr std::size_t read_ahead_bytes = 512 * 1024;
 
@@ -158,9 +145,24 @@ DirtyPages dirty_pages(const std::string& path, std::uint64_t inode, std::uint64
   if (!has_cachestat()) return DirtyPages::unknown;
   const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (descriptor < 0) return DirtyPages::unknown;
-  const DirtyPages found = dirty_pages_of(descriptor, inode, {offset, length});
+  const DirtyPages found = dirty_pages(descriptor, inode, offset, length);
   close(descriptor);
   return found;
+}
+
+DirtyPages dirty_pages(int descriptor, std::uint64_t inode, std::uint64_t offset,
+                       std::uint64_t length) noexcept {
+  CacheRange range{offset, length};
+  struct stat status {};
+  struct statfs file_system {};
+  CacheCounts counts{};
+  if (!has_cachestat() || fstat(descriptor, &status) != 0 || status.st_ino != inode ||
+      fstatfs(descriptor, &file_system) != 0 ||
+      lies_in_memory(static_cast<std::uint64_t>(file_system.f_type)) ||
+      syscall(SYS_cachestat, descriptor, &range, &counts, 0U) != 0) {
+    return DirtyPages::unknown;
+  }
+  return counts.dirty > 0 ? DirtyPages::some : DirtyPages::none;
 }
 
 void populate_for_writing(std::span<std::byte> target) noexcept {

@@ -16,6 +16,18 @@ APP = ROOT / "examples/flower_digits"
 NODES = 4
 DEADLINE_S = 420
 
+# The last node of five never has the memory that training takes.
+SHORT_OF_MEMORY = """
+
+def train_in_memory(parameters, context):
+    if context.node_config["partition-id"] == context.node_config["num-partitions"] - 1:
+        raise MemoryError("1 MiB is free")
+    return train(parameters, context)
+
+
+app = make_client_app(samples, train_in_memory)
+"""
+
 pytestmark = pytest.mark.campaign("flower")
 
 
@@ -196,19 +208,25 @@ def test_flowers_simulation_trains_under_our_selection(flower, tmp_path):
             cwd=tmp_path,
         )
 
-    result = tmp_path / "result.json"
+    result, app = tmp_path / "result.json", tmp_path / "app"
+    shutil.copytree(APP, app)
+    with (app / "digits_federation/client.py").open("a") as client:
+        client.write(SHORT_OF_MEMORY)
     try:
-        flwr("federation", "simulation-config", "@none/default", "local", "--num-supernodes", NODES)
-        config = f"rounds=4 clients={NODES} cohort=2 result='{result}'"
-        said = flwr("run", APP, "local", "--stream", "--run-config", config)
+        nodes = ("--num-supernodes", NODES + 1)
+        flwr("federation", "simulation-config", "@none/default", "local", *nodes)
+        config = f"rounds=4 clients={NODES + 1} cohort=2 result='{result}'"
+        said = flwr("run", app, "local", "--stream", "--run-config", config)
         assert result.exists(), said.stdout[-3000:] + said.stderr[-3000:]
     finally:
         end_processes_of(home)  # `flwr run` leaves a SuperLink running
     found = json.loads(result.read_text())
     assert len(found["accuracy"]) >= 4
     assert found["accuracy"][-1] > 0.5
-    assert len(found["returned"]) == NODES  # all took part
-    assert found["refused"] == []
+    assert len(found["returned"]) == NODES  # all took part but the one without memory
+    assert set(found["refused"]) <= {"too little memory: '1 MiB is free'"}
+    assert len(found["refused"]) == 1
+    assert found["memory_bytes"] > 2**20
 
 
 def end_processes_of(home):

@@ -113,6 +113,20 @@ def test_a_damaged_sample_is_an_error_that_names_it(twins, tmp_path):
         assert b"Input/output error" in done.stderr
 
 
+def test_a_shard_is_opened_when_it_is_read(tmp_path):
+    """Who asks for names only does not pay for shards; if one is missing, its files fail."""
+    broken = Twins(tmp_path)
+    (broken.plain / "data").mkdir(parents=True)
+    (broken.plain / "data" / "file").write_text("text\n")
+    broken.make_pack()
+    (tmp_path / "pack" / "shard-00000.pace").unlink()
+    code, out, complaint = broken.shell("stat -c %s data/file; cat data/file", is_mounted=True)
+    assert (code, out) == (1, b"5\n")
+    assert b"No such file or directory (" in complaint
+    assert b"shard-00000.pace)" in complaint
+    assert b"Input/output error" in complaint
+
+
 def test_a_pack_that_is_gone_is_said_once(twins):
     environ = {**os.environ, **twins.variables()}
     environ["_PACELINE_MOUNTS"] = f"/no/such/pack\t{twins.mount}"

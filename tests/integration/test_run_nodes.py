@@ -4,7 +4,7 @@ import json
 import socket
 
 import pytest
-from launching import SCRIPTS, Launched, free_endpoint, paceline
+from launching import SCRIPTS, Launched, await_true, free_endpoint, launch_node, paceline
 
 from paceline.runs.folder import RunFolder
 
@@ -20,13 +20,7 @@ sys.stdout.write(" ".join(os.environ[name] for name in names) + "\\n")
 def nodes(folder, endpoint, *args, ranks=1, outs=("RUN", "RUN"), env=None):
     """Start the launchers of two nodes."""
     return [
-        Launched(
-            folder,
-            *("run", "-n", ranks, "--nnodes", 2, "--node-rank", node, "--rdzv-endpoint", endpoint),
-            *("--out", out),
-            *args,
-            env=env,
-        )
+        launch_node(folder, node, endpoint, "-n", ranks, *args, out=out, env=env)
         for node, out in enumerate(outs)
     ]
 
@@ -91,6 +85,38 @@ def test_two_launchers_of_one_node_are_misuse(tmp_path):
     codes = {first.wait().code, second.wait().code}
     assert codes == {2, 5}, first.err + second.err
     assert "its own --node-rank" in first.err + second.err
+
+
+@pytest.mark.campaign("launchers")
+def test_a_node_of_another_job_is_not_taken_for_one_of_this(tmp_path):
+    """Two jobs at one endpoint, both without --rdzv-id: the second one's node comes first."""
+    script = tmp_path / "say.py"
+    script.write_text("import sys; print(sys.argv[1])")
+    endpoint, short = free_endpoint(), {"PACELINE_RUN__RENDEZVOUS_TIMEOUT_S": "3"}
+    with launch_node(tmp_path, 0, endpoint, "--no-record", script, "this") as zero:
+        address = tmp_path / "RUN" / "rendezvous" / "root.json"
+        await_true(address.exists, "node 0 to listen")
+        words = ("--no-record", script, "other")
+        stranger = launch_node(tmp_path, 1, endpoint, *words, out="OTHER", env=short).wait()
+        one = launch_node(tmp_path, 1, endpoint, "--no-record", script, "this").wait()
+        zero.wait()
+    assert stranger.code == 5
+    assert "the root of another job: say.py [" in stranger.err
+    assert f"which writes {tmp_path / 'RUN'}" in stranger.err
+    assert "--rdzv-endpoint HOST:PORT --rdzv-id NAME" in stranger.err
+    assert (zero.code, one.code) == (0, 0), zero.err + one.err
+    assert [zero.out, one.out] == ["this\n", "this\n"]
+
+
+@pytest.mark.campaign("launchers")
+def test_a_job_with_a_name_may_have_arguments_by_node(tmp_path):
+    script = tmp_path / "say.py"
+    script.write_text("import sys; print(sys.argv[1])")
+    endpoint, words = free_endpoint(), ("--no-record", "--rdzv-id", "named", script)
+    zero = launch_node(tmp_path, 0, endpoint, *words, "first")
+    one = launch_node(tmp_path, 1, endpoint, *words, "second")
+    assert [zero.wait().code, one.wait().code] == [0, 0], zero.err + one.err
+    assert [zero.out, one.out] == ["first\n", "second\n"]
 
 
 def test_an_endpoint_that_is_taken_is_named(tmp_path):

@@ -32,6 +32,7 @@ def view_of(clients=40, **changes):
         "loss": np.ones(clients),
         "samples": np.full(clients, 100),
         "surprise": np.ones(clients),
+        "answers": np.ones(clients),
         "last_round": np.zeros(clients, int),
         "round": 10,
         "accuracy": (),

@@ -10,6 +10,7 @@ import pytest
 
 from paceline.report.federation.figures import (
     by_class,
+    by_cluster,
     by_group,
     comparison,
     seconds_to_target,
@@ -121,6 +122,21 @@ def test_times_classes_and_groups_are_medians_over_seeds():
     assert rows[0][1:4] == ["12.50", "-", "-"]  # a mark that one of two seeds reached has no median
     assert by_class(report) == (["strategy", "class 0", "class 1"], [["fast", "50 %", "70 %"]])
     assert by_group(report)[1] == [["fast", "40 %", "20 %"]]
+
+
+def test_clusters_are_listed_from_the_poorest_on():
+    found = {
+        "by_cluster": np.array([[0.5, np.nan], [0.9, 0.3]]),
+        "cluster_of": np.array([0, 1, 0]),
+        "by_class": np.ones((2, 2)),
+    }
+    report = report_of(run_of("fast", 0, 20.0, **found), run_of("none", 0, None))
+    heads, rows = by_cluster(report)
+    assert heads == ["strategy", "cluster 1", "cluster 2"]
+    assert rows == [["fast", "30 % (1 client)", "70 % (2 clients)"]]
+    page = render_federation_page(report)
+    assert 'id="clusters"' in page
+    assert "nan" not in page.partition("<main>")[2].lower()
 
 
 def test_the_page_says_who_was_not_paid_and_that_no_token_was_lost():

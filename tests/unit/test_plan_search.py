@@ -83,6 +83,10 @@ def test_what_is_given_is_fixed():
     space = SearchSpace(batch=128, nodes=(4,), fixed={"tensor": 4, "stages": 2, "zero": 0})
     plans = list(space.plans(SELENE, LARGE))
     assert {(plan.mesh.tensor, plan.mesh.pipeline, plan.zero) for plan in plans} == {(4, 2, 0)}
+    assert {plan.stages_per_rank for plan in plans} > {1}
+    ordered = dataclasses.replace(space, fixed={**space.fixed, "schedule": "zero_bubble"})
+    found = {(plan.schedule, plan.stages_per_rank) for plan in ordered.plans(SELENE, LARGE)}
+    assert found == {("zero_bubble", 1)}
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,9 @@ def train(parameters, context):
     """Train for one epoch."""
     images, labels = own_part(context)
     steps = max(1, len(labels) // BATCH)
-    after, loss = Classifier(inputs=images.shape[1]).train(
+    classifier = Classifier(inputs=images.shape[1])
+    predicted = classifier.probabilities(parameters, images).argmax(1)
+    after, loss = classifier.train(
         parameters,
         images,
         labels,
@@ -36,7 +38,7 @@ def train(parameters, context):
         learning_rate=LEARNING_RATE,
         rng=np.random.default_rng(),
     )
-    return LocalWork(after, len(labels), steps, loss)
+    return LocalWork(after, len(labels), steps, loss, accuracy=float((predicted == labels).mean()))
 
 
 app = make_client_app(samples, train)

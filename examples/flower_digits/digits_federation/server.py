@@ -44,5 +44,6 @@ def main(grid, context):
             "accuracy": [found.accuracy for found in server.monitor.evaluations],
             "returned": server.controller.returned[server.controller.returned > 0].tolist(),
             "refused": [refusal.reason for refusal in server.refused],
+            "memory_bytes": server.controller.profiler.memory.needed_bytes,
         }
         Path(config["result"]).write_text(json.dumps(result))

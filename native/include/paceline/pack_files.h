@@ -30,7 +30,8 @@ typedef struct {
   uint32_t group;
 } PackStatus;
 
-/* Opens the pack in the folder `place`, or an index of data in place. NULL after a line on stderr.
+/* Opens the pack in the folder `place`, or an index of data in place. NULL after a line on stderr. Its shards are
+   opened when they are first read.
    Of a pack that nodes serve, `place` has the index and some of the shards, `requests` leads to where the
    node's server takes requests, and `source` is the whole pack; otherwise both are NULL. */
 PackFiles* pack_files_open(const char* place, const char* requests, const char* source);
@@ -56,8 +57,8 @@ PackEntry pack_files_entry(PackFiles* pack, uint64_t inode);
 int pack_files_status(PackFiles* pack, PackEntry entry, PackStatus* status);
 /* Reads a whole sample, verified, into `target` of the sample's size. */
 int pack_files_read(PackFiles* pack, uint64_t sample, void* target);
-/* The same of a sample that is stored as it is, in one extent; ENOTSUP of others, which are decoded in memory
-   of the core's. */
+/* The same of a sample that is stored as it is, in one extent of a shard that is mapped already; ENOTSUP of others,
+   which take memory of the core's. */
 int pack_files_read_stored(PackFiles* pack, uint64_t sample, void* target);
 /* Sets `bytes` to where a sample lies in a mapping, verified; to NULL if it is compressed, or in
    several extents. Valid as long as the pack. */

@@ -18,6 +18,7 @@
 
 #include "paceline/codecs.hpp"
 #include "paceline/fault_guard.hpp"
+#include "paceline/page_cache.hpp"
 
 namespace paceline {
 
@@ -156,7 +157,8 @@ struct FileState {  // all 0: there is no such file
 // A read-only mapping of a whole regular file, which a pack never changes once it is there.
 class Mapping {
  public:
-  explicit Mapping(std::string path);  // throws PackError
+  // Throws PackError. `dirty`, unless null, becomes what is known of the file's pages at this moment.
+  explicit Mapping(std::string path, DirtyPages* dirty = nullptr);
   ~Mapping();
   Mapping(Mapping&& other) noexcept;
   Mapping(const Mapping&) = delete;
@@ -408,6 +410,7 @@ class PackIndex {
   Strings strings(Section offsets, Section blob, std::uint64_t count) const;
   std::int64_t find_in_table(std::string_view name) const;
 
+  DirtyPages first_pages_ = DirtyPages::unknown;  // when the file was mapped
   Mapping file_;
   std::string folder_;  // of the shards
   // What was found when the file was looked at. Without a lock, which a fork could leave held: threads

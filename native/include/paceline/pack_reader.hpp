@@ -116,8 +116,9 @@ class PackReader {
   std::uint64_t verify_ns() const noexcept { return checksums_.ns(); }
   // Where a sample lies, to be read on its own by `read_single`; none if it takes a batch: it is
   // compressed, in several extents, empty, in a file that is not kept mapped, or read past the page
-  // cache. Throws PackError, std::out_of_range.
-  std::optional<ExtentRead> find_single(std::uint64_t sample) const;
+  // cache. A file that is not mapped yet is mapped, which takes memory, unless `only_mapped`. Throws
+  // PackError, std::out_of_range.
+  std::optional<ExtentRead> find_single(std::uint64_t sample, bool only_mapped = false) const;
   // Reads it to `read.target`. Throws PackError.
   void read_single(ExtentRead& read) const;
   // Views of the samples, verified; empty for a sample that is compressed or in several extents.

@@ -38,6 +38,8 @@ bool populate(std::span<const std::byte> bytes) noexcept;
 enum class DirtyPages { none, some, unknown };
 DirtyPages dirty_pages(const std::string& path, std::uint64_t inode, std::uint64_t offset,
                        std::uint64_t length) noexcept;
+DirtyPages dirty_pages(int descriptor, std::uint64_t inode, std::uint64_t offset,
+                       std::uint64_t length) noexcept;  // of an open file
 
 // Populates the pages under `target`, so that copying to them does not fault.
 void populate_for_writing(std::span<std::byte> target) noexcept;

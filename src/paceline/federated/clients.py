@@ -1,4 +1,4 @@
-"""What is known of each client's speed: its own claims first, then what the server measured.
+"""What is known of each client: its own claims first, then what the server measured.
 
 Seconds per sample and per byte are estimated in logarithms, since both vary by factors:
 
@@ -8,6 +8,8 @@ Seconds per sample and per byte are estimated in logarithms, since both vary by 
     a measurement beyond all expectation      -> variance jumps: other work has begun, or ended
 
 The wait before a job begins, as in a facility's queue, is estimated in the same way, per job.
+Whether a client answers, and whether the training fits into its memory: `availability`,
+`client_memory`.
 
 A claim counts as one poor measurement, so that the third round trip outweighs any claim.
 Source: R. Kalman, A New Approach to Linear Filtering and Prediction Problems, 1960 (scalar case).
@@ -19,6 +21,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from paceline.federated.availability import AvailabilityProfile
+from paceline.federated.client_memory import MemoryProfile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +48,7 @@ class Timing:
         bytes: that were sent both ways.
         transfer_s: that both transfers took.
         waiting_s: before it began, for example in a queue.
+        peak_bytes: of memory, as the client says; 0: it does not say.
     """
 
     samples: int
@@ -50,6 +56,7 @@ class Timing:
     bytes: int
     transfer_s: float
     waiting_s: float = 0.0
+    peak_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -58,9 +65,13 @@ class Profiler:
 
     Attributes:
         clients: how many there are.
+        availability: whether they answer.
+        memory: whether the training fits.
     """
 
     clients: int
+    availability: AvailabilityProfile = field(init=False)
+    memory: MemoryProfile = field(init=False)
     _mean: dict[str, np.ndarray] = field(default_factory=dict)
     _variance: dict[str, np.ndarray] = field(default_factory=dict)
     _measured: np.ndarray = field(init=False)
@@ -70,6 +81,8 @@ class Profiler:
             self._mean[kind] = np.full(self.clients, np.nan)  # until a claim or measurement
             self._variance[kind] = np.full(self.clients, _UNKNOWN_VARIANCE)
         self._measured = np.zeros(self.clients, np.int64)
+        self.availability = AvailabilityProfile(self.clients)
+        self.memory = MemoryProfile(self.clients)
 
     def claim(self, client: int, seconds_per_sample: float, seconds_per_byte: float) -> None:
         """Take a client's word, as long as nothing is measured."""
@@ -96,6 +109,7 @@ class Profiler:
             mean[client] = before + gain * miss
             variance[client] = (1 - gain) * spread
         self._measured[client] += 1
+        self.memory.observe(client, timing.peak_bytes)
 
     def expected_s(self, samples: np.ndarray | int, sent_bytes: int) -> np.ndarray:
         """Return the seconds that each client is expected to take; shape (clients,).
@@ -128,6 +142,8 @@ class Profiler:
             "mean": {kind: values.tolist() for kind, values in self._mean.items()},
             "variance": {kind: values.tolist() for kind, values in self._variance.items()},
             "measured": self._measured.tolist(),
+            "availability": self.availability.state_dict(),
+            "memory": self.memory.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -136,6 +152,8 @@ class Profiler:
             self._mean[kind][:] = state["mean"][kind]
             self._variance[kind][:] = state["variance"][kind]
         self._measured[:] = state["measured"]
+        self.availability.load_state_dict(state["availability"])
+        self.memory.load_state_dict(state["memory"])
 
 
 def jain(values: np.ndarray | Sequence[float]) -> float:

@@ -1,9 +1,9 @@
 """A federation on Flower: its transport and its nodes, our rounds and selection.
 
     server app                                       client app (one process per message)
-    serve(grid, ...)  -- query: who are you? ------> samples, claimed speed
+    serve(grid, ...)  -- query: who are you? ------> samples, claimed memory
                       -- train: model, version ----> train(parameters) -> update
-      FederationServer <-- update, what it took ---
+      FederationServer <-- update, what it took ---  or: too little memory
 
 Flower's own strategies wait for a whole round; this loop pushes and pulls messages itself, so that
 late answers count and new clients start as soon as others have ended. Flower gives the nodes their
@@ -14,6 +14,8 @@ Tested with flwr 1.41; only its public modules are used. The only file here that
 
 from __future__ import annotations
 
+import math
+import resource
 import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -52,6 +54,10 @@ _POLL_S = 0.2
 _NODES_S = 2.0  # between two looks for new nodes
 _PROFILE_S = 60.0  # a node that has not said who it is by then is asked again
 _MOST_CLIENTS = 1000
+_MALFORMED = (KeyError, TypeError, ValueError, OverflowError)  # of what a client sends
+_MOST_SAID = 200  # characters of what a client says
+# Flower's codes of errors: the message or its answer has expired, the node is not connected.
+_LEFT = frozenset((3, 4, 5))
 
 
 class LocalWork(NamedTuple):
@@ -62,42 +68,61 @@ class LocalWork(NamedTuple):
         samples: that it trained on.
         steps: of its optimizer.
         loss: root mean square of the samples' losses.
+        accuracy: of the given parameters on the client's samples; nan: not known.
+        peak_bytes: of memory, for example of its GPU; 0: the peak of the process counts.
     """
 
     parameters: np.ndarray
     samples: int
     steps: int
     loss: float
+    accuracy: float = math.nan
+    peak_bytes: int = 0
 
 
 def make_client_app(
     samples: Callable[[Context], int],
     train: Callable[[np.ndarray, Context], LocalWork],
+    *,
+    free_bytes: Callable[[Context], int] | None = None,
 ) -> ClientApp:
     """Return a client app that answers `serve`.
 
     Args:
         samples: returns how many samples the client has.
-        train: trains from the given parameters, float32 of shape (parameters,).
+        train: trains from the given parameters, float32 of shape (parameters,). A MemoryError, or
+            torch's error for the same, becomes a message that the memory does not suffice: the
+            client is asked again after a pause.
+        free_bytes: returns the memory that the client has to spare; None: it claims nothing.
     """
     app = ClientApp()
 
     @app.query("profile")  # type: ignore[untyped-decorator,unused-ignore]  # flwr is not here
     def profile(message: Message, context: Context) -> Message:
         metrics = MetricRecord({"samples": samples(context)})
+        if free_bytes is not None:
+            metrics["free_bytes"] = free_bytes(context)
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
     @app.train()  # type: ignore[untyped-decorator,unused-ignore]
     def work(message: Message, context: Context) -> Message:
         begin = time.monotonic()
         (before,) = message.content["model"].to_numpy_ndarrays()
-        done = train(before, context)
+        try:
+            done = train(before, context)
+        except (MemoryError, RuntimeError) as problem:
+            if not _is_out_of_memory(problem):
+                raise
+            refusal = ConfigRecord({"memory": str(problem) or type(problem).__name__})
+            return Message(RecordDict({"refusal": refusal}), reply_to=message)
         metrics = MetricRecord(
             {
                 "samples": done.samples,
                 "steps": done.steps,
                 "loss": done.loss,
+                "accuracy": done.accuracy,
                 "compute_s": time.monotonic() - begin,
+                "peak_bytes": done.peak_bytes or _peak_bytes(),
             }
         )
         delta = (done.parameters - before).astype(np.float32)
@@ -105,6 +130,16 @@ def make_client_app(
         return Message(RecordDict(content), reply_to=message)
 
     return app
+
+
+def _is_out_of_memory(problem: Exception) -> bool:
+    """Return whether an error says that memory does not suffice; torch is not imported for it."""
+    return isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError"
+
+
+def _peak_bytes() -> int:
+    """Return the most memory that this process has had; Linux counts it in KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def serve(
@@ -236,7 +271,8 @@ class _Federation:
                 continue
             client = self._number_of[asked.node]
             if reply.has_error():
-                self.server.lost(now_s, client, f"the node has failed: {reply.error.reason}")
+                reason = f"the node has failed: {reply.error.reason}"
+                self.server.lost(now_s, client, reason, left=reply.error.code in _LEFT)
             elif self.server.waits_for(client, asked.version):
                 self._take_update(now_s, client, asked, reply.content)
 
@@ -250,21 +286,35 @@ class _Federation:
         """Give a node a number; one that does not answer as ours do is asked again later."""
         if reply.has_error() or node in self._number_of or len(self._node_of) == _MOST_CLIENTS:
             return
+        try:
+            metrics: Any = reply.content["metrics"]
+            samples, free_bytes = (
+                int(metrics["samples"]),
+                float(metrics.get("free_bytes", math.nan)),
+            )
+        except _MALFORMED:
+            return
         number = self._number_of[node] = len(self._node_of)
         self._node_of.append(node)
-        self._samples[number] = max(1, int(reply.content["metrics"]["samples"]))
+        self._samples[number] = max(1, samples)
+        self.server.controller.profiler.memory.claim(number, free_bytes)
         self._is_online[number] = True
 
     def _take_update(self, now_s: float, client: int, asked: _Asked, content: Any) -> None:
         """Take an update; one in another form than ours is as good as none."""
         took_s = max(1e-6, now_s - asked.sent_s)
         try:
+            if "refusal" in content:
+                said = str(content["refusal"]["memory"])[:_MOST_SAID]
+                self.server.lacked_memory(now_s, client, f"too little memory: {said!r}")
+                return
             metrics = content["metrics"]
             (delta,) = content["update"].to_numpy_ndarrays()
             samples, steps = int(metrics["samples"]), int(metrics["steps"])
             compute_s = min(max(0.0, float(metrics["compute_s"])), took_s)
-            loss = float(metrics["loss"])
-        except (KeyError, TypeError, ValueError) as problem:
+            loss, peak_bytes = float(metrics["loss"]), int(metrics.get("peak_bytes", 0))
+            accuracy = float(metrics.get("accuracy", math.nan))
+        except _MALFORMED as problem:
             reason = f"not in the form of make_client_app: {type(problem).__name__}: {problem}"
             self.server.refuse(now_s, client, "form", reason)
             return
@@ -275,12 +325,14 @@ class _Federation:
             samples=samples,
             steps=steps,
             loss=loss,
+            accuracy=accuracy,
         )
         timing = Timing(
             samples=samples,
             compute_s=compute_s,
             bytes=2 * self._model_bytes,
             transfer_s=took_s - compute_s,
+            peak_bytes=peak_bytes,
         )
         self.server.arrived(now_s, client, update, timing)
 

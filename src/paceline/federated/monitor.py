@@ -1,4 +1,4 @@
-"""Watches the global model: accuracy in all and per class, and alarms."""
+"""Watches the global model: accuracy in all, per class and per cluster of clients, and alarms."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ class Evaluation(NamedTuple):
         round: version of the model.
         accuracy: share of samples that are classified rightly.
         by_class: the same of each class.
+        by_cluster: the same for each cluster of clients, as they report it.
     """
 
     at_s: float
     round: int
     accuracy: float
     by_class: tuple[float, ...]
+    by_cluster: tuple[float, ...] = ()
 
 
 def evaluate(at_s: float, version: int, predicted: np.ndarray, labels: np.ndarray) -> Evaluation:

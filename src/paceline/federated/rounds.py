@@ -198,19 +198,34 @@ class RoundController:
         self.profiler.observe(client, timing)
         if client not in self._working or self._working[client].version != update.version:
             return False
+        self._observe(now_s, client, answered=True)
         seconds = self._end(now_s, client)
         self._loss[client] = update.loss
         self._arrived.append(_Arrived(client, update, seconds))
         return True
 
-    def lost(self, now_s: float, client: int) -> None:
-        """Note that a client's work was lost."""
-        if client in self._working:
-            self._waste(now_s, client)
+    def lost(self, now_s: float, client: int, *, left: bool = False) -> None:
+        """Note that a client's work was lost.
+
+        Args:
+            now_s: seconds of a clock that never goes back.
+            client: its number.
+            left: whether the client is gone too.
+        """
+        if client not in self._working:
+            return
+        if left:
+            self._observe(now_s, client, answered=False)
+        self._waste(now_s, client)
 
     def refused(self, now_s: float, client: int) -> None:
         """Note that a client that works has sent what cannot be used."""
         self.failed[client] += 1
+        self.lost(now_s, client)
+
+    def lacked_memory(self, now_s: float, client: int) -> None:
+        """Note that a client that works has too little memory for the training."""
+        self.profiler.memory.refused(now_s, client)
         self.lost(now_s, client)
 
     def discarded(self, client: int, spent_s: float) -> None:
@@ -236,6 +251,7 @@ class RoundController:
         actions: list[Action] = []
         overdue = {c: work for c, work in self._working.items() if work.deadline_s <= now_s}
         for client, work in overdue.items():
+            self._observe(now_s, client, answered=False)
             self._waste(now_s, client)
             self.failed[client] += 1
             actions.append(CancelClient(client, work.deadline_s - work.started_s))
@@ -281,7 +297,7 @@ class RoundController:
             wanted = round(options.cohort * options.over_selection)
         if wanted <= 0:
             return []
-        is_free = is_online.copy()
+        is_free = is_online & self.profiler.memory.fits(now_s)
         is_free[list(self._working)] = False
         if not options.in_flight and is_free.sum() < options.cohort:
             return []
@@ -297,6 +313,7 @@ class RoundController:
             loss=self._loss,
             samples=self.samples,
             surprise=self._surprise,
+            answers=self.profiler.availability.answers(now_s),
             last_round=self._last_round,
             round=self.version,
             accuracy=accuracy,
@@ -310,6 +327,12 @@ class RoundController:
             self._last_round[client] = self.version
             actions.append(StartClient(client, self.version, now_s + allowed_s))
         return actions
+
+    def _observe(self, now_s: float, client: int, *, answered: bool) -> None:
+        work = self._working[client]
+        self.profiler.availability.observe(
+            now_s, client, answered=answered, allowed_s=work.deadline_s - work.started_s
+        )
 
     def _end(self, now_s: float, client: int) -> float:
         seconds = now_s - self._working.pop(client).started_s

@@ -15,6 +15,7 @@ import numpy as np
 
 from paceline.core.errors import UsageError
 from paceline.federated.aggregation import weighted_sum
+from paceline.federated.clusters import ClientClusters
 from paceline.federated.monitor import Alarm, Evaluation, Monitor
 from paceline.federated.rounds import Aggregate, CancelClient
 from paceline.federated.update_memory import UpdateMemory
@@ -51,6 +52,7 @@ class FederationServer:
     Attributes:
         controller: of the rounds.
         monitor: of the model.
+        clusters: of clients, by their updates.
         refused: updates that were not used or did not come, in the order of time.
         alarms: of the monitor, the first of each kind.
     """
@@ -72,6 +74,7 @@ class FederationServer:
         self._weights, self._strategy = weights, strategy
         self._evaluate, self._evaluate_every = evaluate, evaluate_every
         self.monitor = Monitor()
+        self.clusters = ClientClusters(weights.size, model.size)
         self.refused: list[Refusal] = []
         self.alarms: dict[str, Alarm] = {}
         self._unpaid: dict[str, Refusal] = {}  # since the last model
@@ -113,10 +116,17 @@ class FederationServer:
             return
         self.controller.arrived(now_s, client, update, timing)
 
-    def lost(self, now_s: float, client: int, reason: str = "its work was lost") -> None:
-        """Note that a client's work was lost."""
+    def lost(
+        self, now_s: float, client: int, reason: str = "its work was lost", *, left: bool = False
+    ) -> None:
+        """Note that a client's work was lost, and whether the client has left."""
         self._note(client, "lost", reason)
-        self.controller.lost(now_s, client)
+        self.controller.lost(now_s, client, left=left)
+
+    def lacked_memory(self, now_s: float, client: int, reason: str) -> None:
+        """Note that a client that works has too little memory for the training."""
+        self._note(client, "memory", reason)
+        self.controller.lacked_memory(now_s, client)
 
     def refuse(self, now_s: float, client: int, check: str, reason: str) -> None:
         """Refuse what a client that works has sent; nobody waits for it any more.
@@ -166,6 +176,8 @@ class FederationServer:
     def _aggregate(self, now_s: float, action: Aggregate) -> None:
         """Make the next model; the controller counts it already."""
         action = self._without_giants(action)
+        for client, update in zip(action.clients, action.updates, strict=True):
+            self.clusters.note(client, update.delta, update.accuracy)
         fair = self._fair_factors(action)
         weights = [
             float(self._weights[client]) * late * factor
@@ -181,7 +193,8 @@ class FederationServer:
         self._unpaid = {}
         self._models[self.version] = before + self._combined(action.clients, deltas, weights, fair)
         if self.version % self._evaluate_every == 0:
-            alarm = self.monitor.add(self._evaluate(now_s, self.version, self.model))
+            evaluation = self._evaluate(now_s, self.version, self.model)
+            alarm = self.monitor.add(evaluation._replace(by_cluster=self.clusters.evaluate()))
             if alarm is not None and self.alarms.setdefault(alarm.kind, alarm) is alarm:
                 logger.warning("model %d, after %.0f s: %s", self.version, now_s, alarm.text)
 

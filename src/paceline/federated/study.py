@@ -47,6 +47,7 @@ class CurvePoint(Record):
         accuracy: of the model.
         by_class: accuracy on each class.
         by_group: accuracy for the fast, middle and slow third of the clients.
+        by_cluster: accuracy for each cluster of clients whose updates are alike, as they report it.
     """
 
     at_s: float
@@ -54,6 +55,7 @@ class CurvePoint(Record):
     accuracy: float
     by_class: tuple[float, ...] = ()
     by_group: dict[str, float] = field(default_factory=dict)
+    by_cluster: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +79,7 @@ class FederationResult(Record):
         unpaid: updates that were not used or did not come, the most frequent first.
         curve: evaluations, oldest first.
         returned: used updates of each client.
+        cluster_of: the cluster of each client in the end; -1: none.
     """
 
     strategy: str
@@ -97,6 +100,7 @@ class FederationResult(Record):
     unpaid: tuple[UnpaidWork, ...] = ()
     curve: tuple[CurvePoint, ...] = ()
     returned: tuple[int, ...] = ()
+    cluster_of: tuple[int, ...] = ()
 
 
 def read_data(config: FederationConfig) -> tuple[ImageData, list[float]]:
@@ -162,6 +166,7 @@ def simulate(
     world = SimulatedClients.make(
         config.clients, config.devices, make_generator(seed, "world"), scores
     )
+    world.draw_memory(make_generator(seed, "memory"))
     if config.data.slow_classes:
         slow = np.isin(data.labels, config.data.slow_classes)
         world.order_by(np.array([slow[part].mean() for part in parts]))
@@ -209,10 +214,12 @@ def _result(
                 accuracy=e.accuracy,
                 by_class=e.by_class,
                 by_group={name: float(mix @ e.by_class) for name, mix in groups.items()},
+                by_cluster=e.by_cluster,
             )
             for e in monitor.evaluations
         ),
         returned=tuple(int(count) for count in outcome.returned),
+        cluster_of=tuple(int(number) for number in outcome.cluster_of),
     )
 
 
@@ -226,6 +233,15 @@ def _counted(refusals: Sequence[Refusal]) -> tuple[UnpaidWork, ...]:
         for (client, check), alike in found.items()
     ]
     return tuple(sorted(rows, key=lambda row: -row.count))
+
+
+def _by_cluster(result: FederationResult) -> np.ndarray:
+    """Return the accuracies for clusters; nan before a cluster was found."""
+    clusters = len(result.curve[-1].by_cluster) if result.curve else 0
+    found = np.full((len(result.curve), clusters), np.nan)
+    for row, point in zip(found, result.curve, strict=True):
+        row[: len(point.by_cluster)] = point.by_cluster
+    return found
 
 
 def to_report(
@@ -275,6 +291,8 @@ def to_report(
                     name: np.array([point.by_group[name] for point in result.curve])
                     for name in (result.curve[0].by_group if result.curve else ())
                 },
+                by_cluster=_by_cluster(result),
+                cluster_of=np.array(result.cluster_of),
                 unpaid=result.unpaid,
             )
             for result in results

@@ -39,6 +39,7 @@ class ModelUpdate:
         samples: that the client says it trained on.
         steps: local optimizer steps.
         loss: root mean square of the losses of its samples, as the client says.
+        accuracy: of the model that it started from, on its samples, as it says; nan: it does not.
     """
 
     client: str
@@ -47,6 +48,7 @@ class ModelUpdate:
     samples: int
     steps: int
     loss: float
+    accuracy: float = math.nan
 
 
 def check_update(update: ModelUpdate, parameters: int) -> None:

@@ -11,18 +11,24 @@ endpoint. Options and defaults are those of torchrun, where it has them.
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import UsageError
 from paceline.launch.task_placement import TaskPlacement
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from paceline.launch.options import RunConfig
 
 DEFAULT_PORT = 29_400  # torch.distributed.elastic.rendezvous: that of the c10d backend
 
 
-def task_of_node(config: RunConfig, task: TaskPlacement | None, ranks: int) -> TaskPlacement | None:
+def task_of_node(
+    config: RunConfig, task: TaskPlacement | None, ranks: int, command: Sequence[str]
+) -> TaskPlacement | None:
     """Return this launcher's place among those of ``--nnodes``; `task` for a single node.
 
     Args:
@@ -30,6 +36,7 @@ def task_of_node(config: RunConfig, task: TaskPlacement | None, ranks: int) -> T
         task: this task's place under Slurm or mpirun: with one task per node, its number is
             the node's, unless the user says otherwise.
         ranks: ranks on each node.
+        command: program and arguments of each rank, which tell jobs without ``--rdzv-id`` apart.
 
     Raises:
         UsageError: the options do not fit together.
@@ -57,7 +64,8 @@ def task_of_node(config: RunConfig, task: TaskPlacement | None, ranks: int) -> T
             fix="Give the host of node 0 and a free port on all nodes: --rdzv-endpoint HOST:29400",
         )
     host, port = parse_endpoint(config.rdzv_endpoint)
-    identity = f"{config.rdzv_id or 'none'}@{host}:{port}, {config.nnodes} x {ranks} ranks"
+    name = config.rdzv_id or command_name(command)
+    identity = f"{name} at {host}:{port}, {config.nnodes} x {ranks} ranks"
     return TaskPlacement(
         source="nodes",
         task_number=node,
@@ -70,6 +78,19 @@ def task_of_node(config: RunConfig, task: TaskPlacement | None, ranks: int) -> T
         port=port,
         ranks_per_task=ranks,
     )
+
+
+def command_name(command: Sequence[str]) -> str:
+    """Return a short name that two commands have in common only if they are the same.
+
+    The folder of the program does not count: nodes may have it in different places.
+
+    >>> command_name(["/a/train.py", "--lr", "1"]), command_name(["/b/train.py", "--lr", "2"])
+    ('train.py [e4509451]', 'train.py [e8b0ef36]')
+    """
+    program, *arguments = command
+    digest = hashlib.blake2b("\0".join(arguments).encode(errors="surrogateescape"), digest_size=4)
+    return f"{Path(program).name} [{digest.hexdigest()}]"
 
 
 def node_warnings(config: RunConfig) -> tuple[str, ...]:

@@ -68,7 +68,8 @@ class RunConfig(Configuration):
         node_rank: number of this node, 0 to nnodes - 1; None is the task's rank in a Slurm step
             with one task per node, else 0.
         rdzv_endpoint: HOST or HOST:PORT of node 0, where the launchers meet.
-        rdzv_id: name of the job, the same on all nodes, for several jobs with one endpoint.
+        rdzv_id: name of the job, the same on all nodes. Empty: nodes with the same endpoint,
+            program and arguments are one job.
         rendezvous_timeout_s: the longest wait until all tasks have arrived.
         heartbeat_interval_s: time between two reports of a task to rank 0's task.
         heartbeat_timeout_s: a task without a message for this time is lost.

@@ -178,7 +178,7 @@ def prepare(
             fix="Start the Python script itself, or give memory_budget to prepare in it",
         )
     node_ranks = plan.plan.ranks_per_node if plan else config.ranks or 1
-    task = task_of_node(config, detect(environment()), node_ranks)
+    task = task_of_node(config, detect(environment()), node_ranks, [program.name, *args])
     if task is not None:
         check_world(task, config.ranks)
     ranks = task.ranks if task else config.ranks or 1

@@ -6,9 +6,10 @@ it; a free client is drawn with a probability in proportion to
     exp( fast * -ln(expected seconds)   + quality * ln(surprise)
        + resource_fair * -ln(seconds spent) + accuracy_fair * ln(loss) )
 
-each centred on its median. Before that stand a floor and a ceiling: clients that were asked less
-than a share of the mean come first, and those that were asked many times as often come last, so
-that nobody drops out whom the weights do not favour, and nobody does all the work.
+each centred on its median, times the probability that it answers at all. Before that stand a floor
+and a ceiling: clients that were asked less than a share of the mean come first, and those that were
+asked many times as often come last, so that nobody drops out whom the weights do not favour, and
+nobody does all the work.
 
 While accuracy rises, `fast` counts more; when it stops rising, `quality` and `accuracy_fair` do.
 Source of the goals: J. Han et al., Heterogeneity-Aware Adaptive Federated Learning Scheduling, IEEE
@@ -117,7 +118,7 @@ class GoalSelector:
             )
             if weight
         )
-        drawn = preference + self._rng.gumbel(size=free.size)
+        drawn = preference + np.log(view.answers[free]) + self._rng.gumbel(size=free.size)
         share = view.selected[free] / max(1.0, float(view.selected.mean()))
         turn = (share >= goals.floor).astype(int) + (share > goals.ceiling)  # 0 comes first
         order = np.lexsort((-drawn, turn))

@@ -14,7 +14,7 @@ class ClientsView:
     """All clients at one moment; arrays have the shape (clients,).
 
     Attributes:
-        is_free: online, and not at work.
+        is_free: online, not at work, and with enough memory as far as is known.
         expected_s: seconds that a round trip is expected to take.
         is_measured: whether a round trip was measured.
         selected: how often each was asked; a time without an answer counts several times.
@@ -23,6 +23,7 @@ class ClientsView:
         loss: root mean square of its samples' losses at its last update, as it says; or nan.
         samples: that it says it has.
         surprise: distance of its last update from the one before, as measured; or nan.
+        answers: probability that it answers at all; 1 until it has been silent.
         last_round: of the model that it last started from; -1: none.
         round: of the current model, from 0.
         accuracy: smoothed accuracies of the global model, oldest first.
@@ -37,6 +38,7 @@ class ClientsView:
     loss: np.ndarray
     samples: np.ndarray
     surprise: np.ndarray
+    answers: np.ndarray
     last_round: np.ndarray
     round: int
     accuracy: Sequence[float]

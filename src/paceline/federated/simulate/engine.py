@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from paceline.federated.strategies import Strategy
     from paceline.federated.updates import Refusal
 
+_MOST_TESTED = 100  # samples of a client, on which it tests the model that it was sent
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientWork(Record):
@@ -47,12 +49,14 @@ class ClientWork(Record):
         epochs: passes over its samples.
         learning_rate: of SGD.
         model_bytes: of the model on the wire, one way.
+        memory_mib: that training takes; where devices have a `memory_mib`.
     """
 
     batch: int = 20
     epochs: float = 1.0
     learning_rate: float = 0.02
     model_bytes: int = 2_000_000
+    memory_mib: float = 256.0
 
     def steps(self, samples: int) -> int:
         """Return the steps of a client with so many samples."""
@@ -67,6 +71,7 @@ class FederationOutcome(NamedTuple):
         seconds, rounds: that were simulated.
         returned: updates of each client that were used.
         came_online: whether each client was ever online.
+        cluster_of: the cluster of each client in the end; -1: none.
         spent_s: seconds that each client worked.
         wasted_s: of all clients, that was thrown away.
         sent_bytes: both ways, of all clients.
@@ -79,6 +84,7 @@ class FederationOutcome(NamedTuple):
     rounds: int
     returned: np.ndarray
     came_online: np.ndarray
+    cluster_of: np.ndarray
     spent_s: np.ndarray
     wasted_s: float
     sent_bytes: int
@@ -118,6 +124,7 @@ class _Done(NamedTuple):
     client: int
     version: int
     timing: Timing | None  # None: it was lost
+    lacks_memory: str = ""  # a clause with the numbers
 
 
 class FederationSimulation:
@@ -157,6 +164,8 @@ class FederationSimulation:
         for client in range(len(parts)):
             link_s = (world.down_s[client] + world.up_s[client]) / 2
             profiler.claim(client, world.sample_s[client], link_s)
+            if np.isfinite(world.memory_bytes[client]):
+                profiler.memory.claim(client, world.memory_bytes[client])
         controller = RoundController(
             strategy.rounds,
             strategy.make_selector(make_generator(seed, "selection")),
@@ -219,6 +228,7 @@ class FederationSimulation:
             rounds=server.version,
             returned=server.controller.returned.copy(),
             came_online=self._came_online,
+            cluster_of=server.clusters.cluster_of,
             spent_s=server.controller.spent_by_client_s,
             wasted_s=server.controller.wasted_s,
             sent_bytes=self._sent_bytes,
@@ -232,9 +242,19 @@ class FederationSimulation:
         timing, seconds = self._world.timing(action.client, samples, self._work.model_bytes, now_s)
         lost = self._world.is_lost()
         self._sent_bytes += self._work.model_bytes
-        if action.client in self._faults.silent:
-            return
         done = _Done(action.client, action.version, None if lost else timing)
+        needed, free = self._work.memory_mib, self._world.free_bytes(action.client, now_s) / 2**20
+        if free < needed:
+            seconds = timing.waiting_s + timing.transfer_s / 2  # it finds out after the download
+            reason = f"{free:.0f} MiB of memory are free, and training takes {needed:.0f} MiB"
+            done = done._replace(lacks_memory=reason)
+        elif math.isfinite(free) and done.timing is not None:
+            done = done._replace(timing=replace(timing, peak_bytes=round(needed * 2**20)))
+        if action.client in self._faults.silent or (
+            self._world.options.leaving_loses
+            and not self._world.stays(action.client, now_s, seconds)
+        ):
+            return
         heapq.heappush(self._events, (now_s + seconds, next(self._order), done))
 
     def _wait(self, now_s: float) -> float:
@@ -245,6 +265,7 @@ class FederationSimulation:
         times = [done_s, math.inf if deadline_s is None else deadline_s]
         if len(controller.working) < (self._most_working if self._is_buffered else 1):
             times.append(self._world.next_change_s())
+            times.append(controller.profiler.memory.next_try_s(now_s))
         next_s = min(times)
         if self._events and done_s == next_s:
             _, _, done = heapq.heappop(self._events)
@@ -253,6 +274,9 @@ class FederationSimulation:
         return max(now_s, next_s)
 
     def _take(self, now_s: float, done: _Done) -> None:
+        if done.lacks_memory:
+            self._server.lacked_memory(now_s, done.client, done.lacks_memory)
+            return
         if done.timing is None:
             self._server.lost(now_s, done.client)
             return
@@ -262,6 +286,8 @@ class FederationSimulation:
 
     def _trained(self, client: int, version: int) -> ModelUpdate:
         part, before = self._parts[client], self._server.model_of(client)
+        few = part[:_MOST_TESTED]
+        predicted = self._classifier.probabilities(before, self._data.images[few]).argmax(1)
         steps = int(self._steps[client])
         after, loss = self._classifier.train(
             before,
@@ -279,6 +305,7 @@ class FederationSimulation:
             samples=int(self._sizes[client]),
             steps=steps,
             loss=loss,
+            accuracy=float((predicted == self._data.labels[few]).mean()),
         )
 
     def _evaluate(self, now_s: float, version: int, model: np.ndarray) -> Evaluation:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _CONDITION = 0.2  # of ln(speed): phones of one model differ
 _SESSION_S, _SESSION_SPREAD, _GAP_SPREAD = 3600.0, 0.8, 0.5
 _BUSY_S, _BUSY_SPREAD = 300.0, 0.5  # of other work on a device
+_BUSY_MEMORY = 0.5  # of its memory that other work leaves
 _QUEUE_SPREAD = 0.5  # of ln(wait) from job to job
 _PAST_S = 6 * 3600.0  # sessions begin before the simulation does
 
@@ -46,6 +47,10 @@ class DeviceOptions(Record):
         queue_spread: standard deviation of the logarithms of silos' median waits.
         busy_share: of the time in which other work runs on a device.
         busy_factor: times that its own work takes meanwhile.
+        memory_mib: that the median device has to spare; half of it while other work runs; 0: the
+            memory of all devices suffices.
+        memory_spread: standard deviation of its logarithm.
+        leaving_loses: whether a client that goes offline while it works is not heard of again.
     """
 
     kind: str = "phones"
@@ -59,6 +64,9 @@ class DeviceOptions(Record):
     queue_spread: float = 1.0
     busy_share: float = 0.0
     busy_factor: float = 3.0
+    memory_mib: float = 0.0
+    memory_spread: float = 0.7
+    leaving_loses: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -73,7 +81,8 @@ class DeviceOptions(Record):
                 where="devices",
                 fix="Give a drop_share from 0 to 1, a busy_share from 0 to below 1",
             )
-        least = {"sample_ms": 1e-9, "link_mbit_per_s": 1e-9, "busy_factor": 1.0, "queue_s": 0.0}
+        least = {"sample_ms": 1e-9, "link_mbit_per_s": 1e-9, "busy_factor": 1.0}
+        least |= dict.fromkeys(("queue_s", "memory_mib", "memory_spread"), 0.0)
         for name, value in least.items():
             if not getattr(self, name) >= value:
                 raise ConfigError(
@@ -89,6 +98,7 @@ class SimulatedClients:
         sample_s: seconds per sample.
         down_s, up_s: seconds per byte.
         queue_s: median wait of a job; empty: nobody waits.
+        memory_bytes: to spare while no other work runs; inf, until it is drawn: it suffices.
     """
 
     options: DeviceOptions
@@ -97,9 +107,11 @@ class SimulatedClients:
     up_s: np.ndarray
     rng: np.random.Generator
     queue_s: np.ndarray = field(init=False)
+    memory_bytes: np.ndarray = field(init=False)
     _toggles: list[tuple[float, int]] = field(default_factory=list)
     _is_online: np.ndarray = field(init=False)
     _share: np.ndarray = field(init=False)
+    _changes: list[np.ndarray] = field(default_factory=list)  # times of comings and goings
     _next: int = 0
     _busy: list[np.ndarray] = field(
         default_factory=list
@@ -112,6 +124,7 @@ class SimulatedClients:
             self._share = 0.1 + 0.8 * self.rng.beta(2, 2, clients)
             self._is_online[:] = False
             self._make_sessions(clients)
+        self.memory_bytes = np.full(clients, math.inf)
         self.queue_s = np.zeros(0)
         if self.options.kind == "silos" and self.options.queue_s:
             spread = self.rng.lognormal(0, self.options.queue_spread, clients)
@@ -160,6 +173,12 @@ class SimulatedClients:
         self.down_s[order] = np.sort(self.down_s)
         self.up_s = self.down_s * ratio
 
+    def draw_memory(self, rng: np.random.Generator) -> None:
+        """Draw the memory that each device has to spare, if that is limited."""
+        if self.options.memory_mib:
+            spread = rng.lognormal(0, self.options.memory_spread, self.memory_bytes.size)
+            self.memory_bytes = self.options.memory_mib * 2**20 * spread
+
     def timing(
         self, client: int, samples: int, model_bytes: int, now_s: float = 0.0
     ) -> tuple[Timing, float]:
@@ -185,6 +204,19 @@ class SimulatedClients:
     def is_busy(self, client: int, now_s: float) -> bool:
         """Return whether other work runs on a device when a client begins."""
         return bool(np.searchsorted(self._busy[client], now_s, side="right") % 2)
+
+    def free_bytes(self, client: int, now_s: float) -> float:
+        """Return the memory that a client has to spare when it begins."""
+        is_busy = bool(self._busy) and self.is_busy(client, now_s)
+        return float(self.memory_bytes[client]) * (_BUSY_MEMORY if is_busy else 1.0)
+
+    def stays(self, client: int, now_s: float, seconds: float) -> bool:
+        """Return whether a client that is online stays so for some seconds."""
+        if not self.comes_and_goes:
+            return True
+        changes = self._changes[client]
+        after = int(np.searchsorted(changes, now_s, side="right"))
+        return after == changes.size or bool(now_s + seconds < changes[after])
 
     def is_lost(self) -> bool:
         """Return whether the next work is lost."""
@@ -218,13 +250,14 @@ class SimulatedClients:
     def _make_sessions(self, clients: int) -> None:
         """Fill the list of toggles, sorted; it is long enough for any budget that is allowed."""
         for client in range(clients):
-            share = self._share[client]
+            share, begin = self._share[client], len(self._toggles)
             at_s = -float(self.rng.uniform(0, _PAST_S))
             while at_s < LONGEST_S:
                 on_s = float(self.rng.lognormal(math.log(_SESSION_S), _SESSION_SPREAD))
                 off_s = on_s * (1 - share) / share * float(self.rng.lognormal(0, _GAP_SPREAD))
                 self._toggles += [(at_s, client), (at_s + on_s, client)]
                 at_s += on_s + off_s
+            self._changes.append(np.array([at_s for at_s, _ in self._toggles[begin:]]))
         self._toggles.sort()
 
 

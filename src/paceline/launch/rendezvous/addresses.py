@@ -81,7 +81,7 @@ def open_listener(task: TaskPlacement, job: str) -> socket.socket:
             "node 0 cannot listen at the endpoint",
             where=f"port {task.port} of {host or 'all addresses'}",
             why=why,
-            fix="Give each node its own --node-rank, and a port that is free on node 0",
+            fix="Give each node its own --node-rank, and each job a port that is free on node 0",
         ) from problem
     raise StorageError(
         "rank 0 cannot listen for the other tasks",

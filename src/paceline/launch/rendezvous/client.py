@@ -6,6 +6,7 @@ One thread owns the state machine and the link. The task's thread passes events 
 
 from __future__ import annotations
 
+import logging
 import select
 import threading
 from typing import TYPE_CHECKING
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from paceline.launch.task_placement import TaskPlacement
 
 _POLL_INTERVAL_S = 0.25  # between two reads of a link that is a file
+_LOG = logging.getLogger(__name__)
 
 
 class MemberClient:
@@ -46,6 +48,7 @@ class MemberClient:
         changed: set whenever one of the following is.
         start_info: how to start the rank.
         stop_reason: why the rank is to end.
+        refusal: why the root that it reached last did not take this task; empty if it did.
         leave: how the run ended, as far as the member knows, once it has left.
     """
 
@@ -53,6 +56,7 @@ class MemberClient:
         self.changed = threading.Event()
         self.start_info: StartInfo | None = None
         self.stop_reason: str = ""
+        self.refusal: str = ""
         self.leave: Leave | None = None
         self._state = state
         self._task = task
@@ -114,8 +118,16 @@ class MemberClient:
         try:
             for notice in self._link.receive():
                 self._handle(Noticed(notice))
+                self._note_refusal()
         except (OSError, BadMessage):
             self._break()
+
+    def _note_refusal(self) -> None:
+        """Say at once why this task waits: it may be of no use to wait for the deadline."""
+        refusal = self._state.refusal
+        if refusal and refusal != self.refusal:
+            _LOG.warning("%s %d waits: %s", self._task.noun, self._task.task_number, refusal)
+        self.refusal = refusal
 
     def _break(self) -> None:
         self._hang_up()

@@ -126,6 +126,7 @@ class TaskRendezvous:
             ranks_per_task=self._task.ranks_per_task,
             noun=self._task.noun,
             data_token=secrets.token_hex(16),
+            folder=str(self._run.resolve()),
         )
         try:
             write_address(self._run, state.run, hosts, port)
@@ -226,11 +227,15 @@ class TaskRendezvous:
         )
 
     def _without_rank_0(self, problem: str) -> DeadlineExceeded:
+        fix = "See rank 0's output; a firewall must let the tasks connect, or the nodes share the "
+        fix += "run's folder"
+        if self._client.refusal and self._task.port:
+            fix = "Give each node its own --node-rank, and each job a port and a name of its own, "
+            fix += "the same on all of its nodes: --rdzv-endpoint HOST:PORT --rdzv-id NAME"
         return DeadlineExceeded(
             problem,
             where=f"{self._task.noun} {self.task_number}, job {self._job}",
             why=f"{self._deadlines.rendezvous_timeout_s:g} s passed; looked at "
             f"{name_addresses(self._task)} and in {self._run / FOLDER}",
-            fix="See rank 0's output; a firewall must let the tasks connect, or the nodes share "
-            "the run's folder",
+            fix=fix,
         )

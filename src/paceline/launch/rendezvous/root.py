@@ -175,6 +175,7 @@ class RootState:
     ranks_per_task: int = 1  # 1 under Slurm and mpirun, the ranks of a node with --nnodes
     noun: str = "rank"  # what messages call a task; with --nnodes "node"
     data_token: str = ""  # of the servers of the packs of --data
+    folder: str = ""  # that the run writes, for tasks of other jobs
     phase: JobPhase = JobPhase.GATHERING
     started: bool = False
     reason: str = ""
@@ -249,7 +250,8 @@ class RootState:
 
     def _refusal(self, report: TaskReport, now_s: float) -> str:
         if report.job != self.job:
-            return "this is the root of another job"
+            writes = f", which writes {self.folder}" if self.folder else ""
+            return f"this is the root of another job: {self.job}{writes}"
         if report.run and report.run != self.run:
             return "this is the root of another run"
         if report.world_size != self.world_size or report.rank >= self.world_size:

@@ -114,7 +114,7 @@ class BoundedPlans:
             raise UsageError(
                 f"no plan divides a batch of {space.batch} over the devices of {nodes} nodes",
                 where="paceline plan --model",
-                why=f"fixed: {space.fixed}" if space.fixed else "",
+                why=", ".join(f"{name} is fixed at {value}" for name, value in space.fixed.items()),
                 fix="Give a batch with more divisors, other nodes, or fewer fixed fields",
             )
         return cls(

@@ -135,6 +135,8 @@ class SearchSpace:
             yield from ((1, schedule) for schedule in self._values("schedule", orders))
         if stages == 1 or model.layers % stages or count % stages:
             return
+        if "1f1b" not in self._values("schedule", orders):  # interleaved stages have that order
+            return
         layers = model.layers // stages
         for interleave in self._values("interleave", _divisors(layers, MOST_INTERLEAVE)):
             if interleave > 1 and layers % interleave == 0:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paceline.report.federation.figures import clusters_of
 from paceline.report.page import svg
 from paceline.report.page.chart import FIELD, Chart, line_sample, numbered_line, vertical_scale
 
@@ -51,11 +52,22 @@ def accuracy_by_group(run: FederationRun) -> Chart:
     return _over_time(run, "groups", "Accuracy for groups of clients", lines)
 
 
+def accuracy_by_cluster(run: FederationRun) -> Chart:
+    """Return the accuracy for each cluster of clients over simulated time, of one run."""
+    lines = {
+        f"cluster {place}": run.by_cluster[:, number]
+        for place, (number, _) in enumerate(clusters_of(run), 1)
+    }
+    return _over_time(run, "clusters", "Accuracy for clusters of clients", lines)
+
+
 def _over_time(run: FederationRun, name: str, title: str, lines: dict[str, np.ndarray]) -> Chart:
     end_s = float(run.at_s[-1])
     marks, labels = vertical_scale(1.0, 5, _HEIGHT_PX, "accuracy", ".1f")
     for index, values in enumerate(lines.values()):
-        marks.append(svg.polyline(_points(run.at_s / end_s * FIELD, values), numbered_line(index)))
+        known = np.isfinite(values)
+        points = _points(run.at_s[known] / end_s * FIELD, values[known])
+        marks.append(svg.polyline(points, numbered_line(index)))
     return Chart(
         name=name,
         title=title,

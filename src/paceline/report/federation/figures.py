@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.report.units import format_share, significant
+from paceline.report.units import format_share, plural, significant
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,6 +118,26 @@ def by_group(report: FederationReport) -> tuple[list[str], list[list[str]]]:
             rows.append([name, *map(format_share, shares)])
     heads = [*(f"{group} clients" for group in groups), "poorest tenth"]
     return ["strategy", *heads], rows
+
+
+def by_cluster(report: FederationReport) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows: accuracy for clusters of clients in the end, with the first seed."""
+    first = [runs[0] for runs in report.by_strategy.values() if runs[0].by_cluster.size]
+    rows = [[run.strategy, *(text for _, text in clusters_of(run))] for run in first]
+    most = max((len(row) - 1 for row in rows), default=0)
+    return ["strategy", *(f"cluster {number}" for number in range(1, most + 1))], [
+        [*row, *["-"] * (most + 1 - len(row))] for row in rows
+    ]
+
+
+def clusters_of(run: FederationRun) -> list[tuple[int, str]]:
+    """Return the numbers of a run's clusters, the poorest first, with accuracy and clients."""
+    last = np.nanmean(run.by_cluster[-_SMOOTHED:], axis=0)
+    found = []
+    for number in np.argsort(last, kind="stable").tolist():
+        clients = plural(int((run.cluster_of == number).sum()), "client")
+        found.append((number, f"{format_share(float(last[number]))} ({clients})"))
+    return found
 
 
 def unpaid(report: FederationReport) -> tuple[list[str], list[list[str]]]:

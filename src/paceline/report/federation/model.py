@@ -66,6 +66,9 @@ class FederationRun:
         worst_clients: accuracy at the tenth of the clients for which the model is poorest.
         by_class: accuracy of each evaluation on each class; shape (evaluations, classes).
         by_group: accuracy of each evaluation for groups of clients; shape (evaluations,) each.
+        by_cluster: accuracy of each evaluation for clusters of clients, nan before a cluster was
+            found; shape (evaluations, clusters).
+        cluster_of: the cluster of each client; -1: none.
         unpaid: updates that were not used or did not come.
     """
 
@@ -86,6 +89,8 @@ class FederationRun:
     worst_clients: float = 0.0
     by_class: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
     by_group: dict[str, np.ndarray] = field(default_factory=dict)
+    by_cluster: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+    cluster_of: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
     unpaid: tuple[UnpaidWork, ...] = ()
 
 

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 
 from paceline.report.federation.curves import (
     accuracy_by_class,
+    accuracy_by_cluster,
     accuracy_by_group,
     accuracy_over_time,
     participation,
 )
 from paceline.report.federation.figures import (
     by_class,
+    by_cluster,
     by_group,
     comparison,
     time_to_accuracy,
@@ -41,9 +43,15 @@ _GROUPS = (
     "model on samples with the client's mix of classes; a tenth of the clients lie below the "
     "poorest tenth's figure."
 )
+_CLUSTERS = (
+    "Clients whose updates are alike, the poorest cluster first: found from the updates alone, so "
+    "that it needs no labels. Accuracies are what clients reported last, of the models that they "
+    "were sent, on their own samples; those of the first seed."
+)
 _UNPAID = (
     "Updates that were not used or did not come, and so were not paid. Lost: the client's work "
-    "did not arrive. Deadline: no answer within four times the expected seconds."
+    "did not arrive. Deadline: no answer within four times the expected seconds. Memory: the "
+    "client's did not suffice."
 )
 
 
@@ -89,7 +97,7 @@ def render_federation_page(report: FederationReport) -> str:
 
 
 def _accuracy_of_parts(report: FederationReport) -> list[str]:
-    """Return the sections on classes and on groups of clients."""
+    """Return the sections on classes, groups and clusters of clients."""
     first = next((run for run in report.runs if run.by_class.size), None)
     if first is None:
         return []
@@ -103,7 +111,16 @@ def _accuracy_of_parts(report: FederationReport) -> list[str]:
         render(accuracy_by_group(first)),
         table(*by_group(report)),
     )
-    return [classes, groups]
+    return [classes, groups, *_clusters(report)]
+
+
+def _clusters(report: FederationReport) -> list[str]:
+    first = next((run for run in report.runs if run.by_cluster.size), None)
+    if first is None:
+        return []
+    shown = f" The curves are those of {first.strategy} with seed {first.seed}."
+    chart = render(accuracy_by_cluster(first))
+    return [section("Clusters of clients", _CLUSTERS + shown, chart, table(*by_cluster(report)))]
 
 
 def _unpaid(report: FederationReport) -> list[str]:

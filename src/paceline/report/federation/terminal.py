@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group
 from rich.text import Text
 
-from paceline.report.federation.figures import comparison, verdict
+from paceline.report.federation.figures import clusters_of, comparison, verdict
 from paceline.report.fitting_table import FittingTable
 from paceline.report.words import printable
 
@@ -31,7 +31,7 @@ def render_federation(report: FederationReport) -> Group:
 
 
 def _notes(report: FederationReport) -> list[Text]:
-    """Return alarms, and what clients were not paid for."""
+    """Return alarms, what clients were not paid for, and accuracy for clusters of clients."""
     several = len(report.runs) > 1
     notes = [
         f"Alarm{f' of {run.strategy}, seed {run.seed}' if several else ''}: {alarm}."
@@ -45,4 +45,7 @@ def _notes(report: FederationReport) -> list[Text]:
     ]
     if len(rows) > _MOST_UNPAID:
         notes.append(f"Unpaid: {len(rows) - _MOST_UNPAID} more rows are on the page and in --json.")
+    if not several and report.runs[0].by_cluster.size:
+        clusters = ", ".join(text for _, text in clusters_of(report.runs[0]))
+        notes.append(f"Clusters of clients whose updates are alike: {clusters}.")
     return [Text(), *(Text(printable(note)) for note in notes)] if notes else []

@@ -18,6 +18,7 @@ what was damaged.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
@@ -133,7 +134,7 @@ class RequestService:
         self._clock: Clock = clock or SystemClock()
         self._stop = threading.Event()
         self._lock = threading.Lock()  # of what follows
-        self._avoided_s: dict[str, float] = {}
+        self._failed_s: dict[str, float] = {}  # when a node last did not answer
         self._overdue: set[int] = set()  # shards that were waited for in vain
         self._given_up: set[str] = set()  # nodes that did not answer through such a wait
         self._threads = [
@@ -212,11 +213,8 @@ class RequestService:
             for name in members.placement.owners_of(shard)
             if name != self._node.name and name not in holders
         ]
-        now_s = self._clock.now_s()
         with self._lock:
-            others = sorted(
-                [*holders, *owners], key=lambda name: self._avoided_s.get(name, -1.0) > now_s
-            )
+            others = sorted([*holders, *owners], key=self._is_avoided)
         return [*here, *others, _SOURCE]
 
     def _fetch(self, name: str, request: RangeRequest, out: NDArray[np.uint8]) -> bool:
@@ -225,31 +223,34 @@ class RequestService:
             link = self._node.link(name)
             is_good = link.fetch_range(request.shard, request.offset, out, wait_s) == GOOD
         except PacelineError as problem:
-            now_s = self._clock.now_s()
             with self._lock:
-                was_lost = self._avoided_s.get(name, -1.0) > now_s - _AVOID_S
-                self._avoided_s[name] = now_s + _AVOID_S
+                was_lost = self._is_avoided(name, 2 * _AVOID_S)
+                self._failed_s[name] = self._clock.now_s()
             if not was_lost:
                 _LOG.warning("%s; reading from replicas or the source instead", problem)
             return False
         with self._lock:  # it answered, though it may not hold the shard yet
-            self._avoided_s.pop(name, None)
+            self._failed_s.pop(name, None)
             self._given_up.discard(name)
         if is_good:
             self._requests.count(ServedCount.PEER_BYTES, len(out))
         return is_good
 
+    def _is_avoided(self, name: str, span_s: float = _AVOID_S) -> bool:
+        """Return whether a node did not answer so short a time ago; the caller has the lock."""
+        return self._clock.now_s() - self._failed_s.get(name, -math.inf) < span_s
+
     def _is_given_up(self, name: str) -> bool:
         """Return whether a node is not asked now: it was given up, and asked a moment ago."""
         with self._lock:
-            return name in self._given_up and self._avoided_s.get(name, -1.0) > self._clock.now_s()
+            return name in self._given_up and self._is_avoided(name)
 
     def _is_overdue(self, shard: int, nodes: list[str], end_s: float) -> bool:
         """Return whether to read the source for a shard that one of `nodes` may hold soon."""
         with self._lock:
             if self._clock.now_s() >= end_s:
                 self._overdue.add(shard)
-                self._given_up.update(name for name in nodes if name in self._avoided_s)
+                self._given_up.update(name for name in nodes if name in self._failed_s)
             is_hopeless = bool(nodes) and self._given_up.issuperset(nodes)
             return is_hopeless or shard in self._overdue or self._stop.is_set()
 
