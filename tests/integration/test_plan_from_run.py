@@ -18,7 +18,7 @@ import torch
 
 weights = torch.nn.Parameter(torch.ones(int(sys.argv[1])))  # as many as the architecture has
 optimizer = torch.optim.SGD([weights], lr=0.1)
-for _ in range(60):
+for _ in range(int(sys.argv[2]) if len(sys.argv) > 2 else 60):
     optimizer.zero_grad()
     sum((weights * weights).sum() for _ in range(20)).backward()
     optimizer.step()
@@ -35,6 +35,9 @@ def folder(tmp_path_factory):
     count = make_architecture(MODEL).parameters
     run = ("--plan", "plan.json", "--out", "planned", "train.py", count)
     done = paceline(place, "run", *run, threads=None)
+    assert done.code == 0, done.err
+    short = ("--plan", "plan.json", "--out", "short", "train.py", count, 4)
+    done = paceline(place, "run", *short, threads=None)
     assert done.code == 0, done.err
     done = paceline(place, "run", "--out", "unplanned", "train.py", count)
     assert done.code == 0, done.err
@@ -62,6 +65,7 @@ def test_a_machine_that_is_fitted_to_a_run_predicts_it_better(folder):
     [
         (OTHER, "planned", "the run trained another architecture"),
         (MODEL, "unplanned", "the run does not say what model it trained"),
+        (MODEL, "short", "steps in which no rank was late are too few to fit to"),
         (MODEL, "missing", "missing"),
     ],
 )

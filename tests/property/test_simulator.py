@@ -66,6 +66,19 @@ def test_by_class_and_one_by_one_agree(chosen, data):
     assert by_class == pytest.approx(by_rank, rel=0.01)
 
 
+def test_a_disturbed_rank_delays_the_replicas_at_its_place_alone():
+    plan = Plan(mesh=Mesh(data=2, tensor=2), precision="bfloat16", microbatches=1, zero=3)
+    disturbances = Disturbances(
+        slow=(SlowRank(rank=0, factor=2.0),),
+        outages=(LinkOutage(rank=3, begin_s=0.05, seconds=0.01),),
+    )
+    by_class, by_rank = (
+        simulate(SELENE, MODEL, plan, 2, disturbances, steps=2, by=by).step_s
+        for by in ("class", "rank")
+    )
+    assert by_class == pytest.approx(by_rank)
+
+
 @settings(max_examples=60, deadline=None)
 @given(chosen=plans())
 def test_an_undisturbed_step_takes_what_the_closed_form_says(chosen):
@@ -130,7 +143,7 @@ def test_a_rank_that_is_not_there_cannot_be_disturbed():
 def test_many_devices_are_few_classes():
     plan = dataclasses.replace(PLAN, mesh=Mesh(data=1024, tensor=8, pipeline=8), nodes=8192)
     found = simulate(SELENE, MODEL, plan, 4096, Disturbances(slow=(SlowRank(rank=7, factor=2.0),)))
-    assert len(found.actors.ranks) == 8 + 8 * 8
+    assert len(found.actors.ranks) == 2 * 8 * 8
     assert sum(found.actors.counts) == plan.mesh.world_size == found.world_size
 
 

@@ -37,6 +37,16 @@ def test_states_are_those_of_zero(parameters, stage, ranks, gigabytes):
     assert state_bytes(parameters, plan).total / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
+def test_stages_keep_gradients_whole_that_zero_2_reduces_once_a_step():
+    alone, staged = (
+        state_bytes(1e9, Plan(mesh=Mesh(data=8, pipeline=stages), zero=2, precision="bfloat16"))
+        for stages in (1, 2)
+    )
+    assert staged.gradients == 8 * alone.gradients
+    assert staged.parameters == alone.parameters
+    assert staged.optimizer == alone.optimizer
+
+
 @pytest.mark.parametrize(
     ("layers", "hidden", "heads", "stages", "interleave", "samples", "gibibytes"), ACTIVATIONS
 )

@@ -31,9 +31,7 @@ def test_a_step_lasts_as_long_as_its_loaders():
     found = estimate(SampleCost(seconds=0.1), loader_workers=4)
     assert found.step_time_s == pytest.approx(BATCH / 16 * 0.1 / 4)
     assert found.limit == "data loading"
-    assert found.shares["data loading"] == pytest.approx(
-        found.breakdown.input / found.step_time_s, abs=1e-3
-    )
+    assert found.shares == {"data loading": 1.0}  # nothing else makes the step shorter
     assert found.sources["input"] == "0.1 s a sample, 4 at once"
 
 

@@ -90,10 +90,11 @@ def _timed_step(model: Architecture, run: Path) -> TimedStep:
         )
     evidence = gather_evidence(report)
     seconds = evidence.step.seconds - evidence.phases["input"].seconds
-    if not evidence.steps or seconds <= 0:
+    if not math.isfinite(evidence.step.error_s) or seconds <= 0:
         raise UsageError(
-            "the run has no step to fit to in which no rank was late",
+            f"{evidence.steps} steps in which no rank was late are too few to fit to",
             where=str(report.run),
+            why=f"it takes {2 * LEAST_BLOCK_STEPS} to know how equal they are",
             fix="Fit to a longer run, or one without a straggler",
         )
     error = math.hypot(evidence.step.error_s / seconds, DRIFT_LOG_SD)

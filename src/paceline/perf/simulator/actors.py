@@ -4,7 +4,7 @@ Without disturbances all ranks of a pipeline stage do the same at the same time,
 replicas there are. A rank that is disturbed makes a class of its own, as do the other ranks of its
 replica by their place in it: they wait for it within the step. Replicas with equal disturbances at
 equal places are one class. All other replicas are replayed by one, in which one rank stands for all
-that share a stage.
+that share a stage, or with disturbances for all at the same place of the tensor axis.
 
 Ranks are numbered as `network.strides` places them: tensor, context, data, then pipeline.
 """
@@ -84,14 +84,16 @@ def rank_classes(mesh: Mesh, disturbances: Disturbances) -> Actors:
     alike: dict[tuple[tuple[object, ...], ...], list[int]] = {}
     for replica, found in marks.items():
         alike.setdefault(tuple(found), []).append(replica)
-    inner_count = mesh.context * mesh.tensor
+    # Replicas meet at each place of the tensor axis by themselves: a disturbed rank delays its own.
+    places = mesh.tensor if any(alike) else 1
     pipelines = []
     for signature, replicas in alike.items():
         if not signature:
-            pipelines.append(_Pipeline(replicas[0], (0, 0), len(replicas) * inner_count, (0, 0)))
+            count = len(replicas) * mesh.context * mesh.tensor // places
+            pipelines += [_Pipeline(replicas[0], (0, t), count, (0, t)) for t in range(places)]
             continue
         pipelines += [
-            _Pipeline(replicas[0], (context, tensor), len(replicas), (0, 0))
+            _Pipeline(replicas[0], (context, tensor), len(replicas), (0, tensor))
             for context in range(mesh.context)
             for tensor in range(mesh.tensor)
         ]

@@ -95,7 +95,9 @@ def step_programs(
     whole = step_times(machine, model, plan, batch, reached, 1.0)
     ends = (
         RankOperation(OperationKind.REPLICAS, max(_MEETING_S, whole.exposed["gradients"])),
-        RankOperation(OperationKind.COMPUTE, whole.breakdown.optimizer),
+        RankOperation(
+            OperationKind.COMPUTE, whole.exposed["compression"] + whole.breakdown.optimizer
+        ),
     )
     schedule = make_schedule(plan, ranks, plan.microbatch_count)
     programs = []
@@ -128,10 +130,8 @@ def _passes(
     exchange["backward_input"] = exchange["backward"]
     exchange["backward_weight"] = tuple(0.0 for _ in counts)
     whole = StageCosts(
-        forward_s=tuple(a - b for a, b in zip(times.forward_s, exchange["forward"], strict=True)),
-        backward_s=tuple(
-            a - b for a, b in zip(times.backward_s, exchange["backward"], strict=True)
-        ),
+        forward_s=_differences(times.forward_s, exchange["forward"]),
+        backward_s=_differences(times.backward_s, exchange["backward"]),
     )
     return _Passes({str(kind): seconds for kind, seconds in whole.by_kind().items()}, exchange)
 

@@ -56,10 +56,15 @@ def parameter_bytes(plan: Plan) -> int:
 def state_bytes(parameters: float, plan: Plan) -> StateBytes:
     """Return the state of `parameters` that a tensor- and pipeline-parallel rank holds.
 
-    The optimizer is Adam. In 32-bit training there is no master copy.
+    The optimizer is Adam. In 32-bit training there is no master copy. With ZeRO-2 the ranks of a
+    pipeline keep their gradients whole until the last microbatch: only then are they reduced.
+
+    Source: torch.distributed.pipelining, stage.py, and FSDP2's `set_requires_gradient_sync`.
     """
     ranks = plan.mesh.data * plan.mesh.context
     share = [1.0 / ranks if plan.zero >= stage else 1.0 for stage in (1, 2, 3)]
+    if plan.zero == 2 and plan.mesh.pipeline > 1:
+        share[1] = 1.0
     wide = plan.precision == "float32"
     gradient = 4 if wide or plan.reduce_precision == "float32" else 2
     optimizer = ADAM_BYTES["moments"] + (0 if wide else ADAM_BYTES["master"])

@@ -85,8 +85,8 @@ class StagePasses:
         """Return passes that include their messages, in which a rank computes nothing.
 
         A pass receives at one end of its stage and sends at the other, one message after the other.
-        The last rank's message to the first one, of interleaved stages, takes as long as that to
-        it.
+        The last rank's message to the first one, of interleaved stages, takes as long as the
+        longest one.
 
         Args:
             ranks: of the pipeline.
@@ -94,7 +94,8 @@ class StagePasses:
         if not self.messages_s:
             return self
         last = len(self.forward_s) - 1
-        sent_s = [self.messages_s[min(stage % ranks, ranks - 2)] for stage in range(last)]
+        longest_s = max(self.messages_s)
+        sent_s = [(*self.messages_s, longest_s)[stage % ranks] for stage in range(last)]
         around_s = [
             (sent_s[stage - 1] if stage else 0.0) + (sent_s[stage] if stage < last else 0.0)
             for stage in range(last + 1)

@@ -23,6 +23,7 @@ from paceline.perf.transformer.supply import SampleCost, supply
 from paceline.perf.transformer.traffic import link_bytes
 
 if TYPE_CHECKING:
+    from paceline.core.breakdown import Breakdown
     from paceline.core.machine import Efficiency, Machine
     from paceline.core.plan import Plan
     from paceline.perf.transformer.architecture import Architecture
@@ -114,7 +115,7 @@ def estimate_transformer(
     memory = {kind: size for kind, size in ranks[fullest].items() if size}
     needed, available = sum(memory.values()), int(device.memory_bytes.value)
     network = Network.of(machine, reached, plan.nodes)
-    shares = _shares(slopes, breakdown.waiting / step_s, breakdown.input / step_s)
+    shares = _shares(slopes, breakdown, loading)
     interval_s, useful = _checkpoints(machine, model, plan, risks)
     return Estimate(
         workload=model.name,
@@ -129,7 +130,7 @@ def estimate_transformer(
         memory_bytes=memory,
         link_bytes=link_bytes(model, plan, microbatch, network, inside_level(machine)),
         trained_parameter_bytes=round(max(rank_parameters(model, plan)) * parameter_bytes(plan)),
-        limit=_limit(shares, loading, breakdown.input),
+        limit=max(shares, key=lambda name: shares[name]),
         shares=shares,
         sources=_sources(reached, loading),
         fits=needed <= available,
@@ -189,25 +190,21 @@ def _deviation(machine: Machine, reached: Efficiency, slopes: dict[str, float]) 
     return math.sqrt(variance)
 
 
-def _shares(slopes: dict[str, float], waiting: float, loading: float) -> dict[str, float]:
-    """Return each resource's share of the step: how much shorter a faster one would make it."""
-    shares = {"pipeline bubble": max(0.0, waiting), "data loading": loading}
-    rest = 1 - waiting - loading
+def _shares(slopes: dict[str, float], breakdown: Breakdown, loading: Supply) -> dict[str, float]:
+    """Return each resource's share of the step: how much shorter a faster one would make it.
+
+    While a step waits for loaders beside it, nothing but faster loaders makes it shorter.
+    """
+    if loading.runs_beside and breakdown.input:
+        return {"data loading": 1.0}
+    waiting, reading = (part / breakdown.total_s for part in (breakdown.waiting, breakdown.input))
+    shares = {"pipeline bubble": max(0.0, waiting), "data loading": reading}
+    rest = 1 - waiting - reading
     for name, slope in slopes.items():
         resource = _RESOURCES[name]
         shares[resource] = shares.get(resource, 0.0) + abs(slope) * rest
     shares["compute"] -= abs(slopes["unaligned"]) * rest  # part of matmul's own slope
     return {name: round(share, 4) for name, share in shares.items()}
-
-
-def _limit(shares: dict[str, float], loading: Supply, input_s: float) -> str:
-    """Return what limits the step: loaders that it waits for, else the largest share.
-
-    While a step waits for loaders beside it, nothing else makes it shorter.
-    """
-    if loading.runs_beside and input_s:
-        return "data loading"
-    return max(shares, key=lambda name: shares[name])
 
 
 def _sources(reached: Efficiency, loading: Supply) -> dict[str, str]:
