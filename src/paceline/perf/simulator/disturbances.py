@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError
-from paceline.core.record import Record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SlowRank(Record):
+class SlowRank:
     """A rank that computes slower than the others.
 
     Attributes:
@@ -22,7 +21,7 @@ class SlowRank(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LinkOutage(Record):
+class LinkOutage:
     """A rank that cannot communicate for a while; what it would send or receive waits.
 
     Attributes:
@@ -42,7 +41,7 @@ class LinkOutage(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Disturbances(Record):
+class Disturbances:
     """All that disturbs a simulation.
 
     Attributes:
