@@ -53,7 +53,7 @@ from paceline.federated.study import FederationResult, read_data, simulate
 SPLITS = {"dirichlet 0.3": (0.3, ()), "dirichlet 0.1": (0.1, ()), "correlated": (0.3, (6, 8))}
 SPLIT_OF = {"knobs": "dirichlet 0.3", "longer": "dirichlet 0.3"}
 SEEDS = 5
-KNOB_SEEDS = 10  # a goal moves its metric by less than strategies differ
+KNOB_SEEDS = 20  # a goal moves its metric by less than strategies differ
 BUDGET_S = 9000.0
 ROUNDS = 5000  # more than any strategy makes within the budget
 PROCESSES = 2
@@ -192,7 +192,7 @@ def _run(job, folder):
     reached = result.to_target_s and round(result.to_target_s)
     name = " ".join(filter(None, (job.section, job.goal, job.strategy)))
     tell(f"  {name}, seed {job.seed}: {reached} s ({time.perf_counter() - begin:.0f} s)")
-    return job, replace(result, curve=(), returned=(), cluster_of=())
+    return job, replace(result, curve=(), returned=(), cluster_of=(), unpaid=())
 
 
 # ------------------------------------------------------------------ bars
