@@ -67,7 +67,7 @@ def print_search(
     from paceline.core.plan_file import PlanFile
     from paceline.perf.planner import search_plans
 
-    click.echo(f"plan: comparing plans on {', '.join(map(str, space.nodes))} nodes", err=True)
+    click.echo(f"plan: comparing plans, nodes: {', '.join(map(str, space.nodes))}", err=True)
     search = search_plans(machine, model, space, risks)
     if out is not None and search.fits:
         commit_text(out, PlanFile(plan=search.best.plan, estimate=search.best).to_text())
@@ -125,7 +125,7 @@ def print_scaling(
     from paceline.report.scaling_drawing import scaling_svg
 
     def progress(nodes: int) -> None:
-        click.echo(f"plan: comparing plans on {nodes} nodes", err=True)
+        click.echo(f"plan: comparing plans, nodes: {nodes}", err=True)
 
     study = scaling_study(machine, model, space, risks, samples=samples, on_progress=progress)
     folder.mkdir(parents=True, exist_ok=True)
