@@ -211,7 +211,7 @@ def torchtitan(folder):
     """Llama 3 with FSDP, tensor, context and pipeline parallelism.
 
     Its rows name torch of 2024-12-23, whose context parallelism gives ranks equal shares of causal
-    attention unless told otherwise (pytorch/pytorch#141429, #132442).
+    attention by default (pytorch/pytorch#141429, #132442).
     """
     cases = []
     for row in read(folder, "torchtitan_llama3.csv"):

@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.text import Text
 
 from paceline.report.fitting_table import FittingTable
-from paceline.report.transformer import render_transformer
+from paceline.report.transformer import mesh_in_words, render_transformer
 from paceline.report.units import format_bytes, format_seconds, format_share, plural
 from paceline.report.words import phase_label
 
@@ -60,9 +60,7 @@ def plan_in_words(plan: Plan) -> str:
     '4 data x 8 tensor, 2 microbatches, zero 1'
     """
     mesh = plan.mesh
-    axes = ((mesh.data, "data"), (mesh.tensor, "tensor"), (mesh.pipeline, "pipeline"),
-            (mesh.context, "context"))  # fmt: skip
-    words = [" x ".join(f"{count} {name}" for count, name in axes if count > 1) or "1 rank"]
+    words = [mesh_in_words(mesh)]
     words.append(plural(plan.microbatch_count, "microbatch"))
     if plan.stages_per_rank > 1:
         words.append(f"{plan.stages_per_rank} stages per rank")

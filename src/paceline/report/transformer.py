@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from paceline.core.estimate import Estimate
+    from paceline.core.plan import Mesh
 
 
 def render_transformer(estimate: Estimate, flops_per_sample: float) -> Group:
@@ -36,9 +37,7 @@ def render_transformer(estimate: Estimate, flops_per_sample: float) -> Group:
     samples = plural(estimate.batch, "sample")
     ranks, nodes = plural(mesh.world_size, "rank"), plural(estimate.plan.nodes, "node")
     step = f"{format_seconds(estimate.step_time_s)} per step of {samples}"
-    axes = ((mesh.data, "data"), (mesh.tensor, "tensor"), (mesh.pipeline, "pipeline"),
-            (mesh.context, "context"))  # fmt: skip
-    shape = " x ".join(f"{count} {name}" for count, name in axes if count > 1) or "1 rank"
+    shape = mesh_in_words(mesh)
     rate = flops_per_sample * estimate.batch / estimate.step_time_s / mesh.world_size
     lines: list[RenderableType] = [
         Text(
@@ -65,6 +64,13 @@ def render_transformer(estimate: Estimate, flops_per_sample: float) -> Group:
         Text(),
     ]
     return Group(*lines)
+
+
+def mesh_in_words(mesh: Mesh) -> str:
+    """Return the axes of a mesh that have several ranks."""
+    axes = ((mesh.data, "data"), (mesh.tensor, "tensor"), (mesh.pipeline, "pipeline"),
+            (mesh.context, "context"))  # fmt: skip
+    return " x ".join(f"{count} {name}" for count, name in axes if count > 1) or "1 rank"
 
 
 def _phases(estimate: Estimate) -> FittingTable:

@@ -17,17 +17,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.perf.transformer.efficiency import efficiency_of
-from paceline.perf.transformer.layer import ACTIVATION_BYTES, activation_bytes
-from paceline.perf.transformer.memory import memory_of_rank, stage_layer_counts
+from paceline.perf.transformer.layer import activation_bytes
+from paceline.perf.transformer.memory import (
+    memory_of_rank,
+    parameters_of_rank,
+    stage_layer_counts,
+)
 from paceline.perf.transformer.network import Network
 from paceline.perf.transformer.pipelining import live_layers
 from paceline.perf.transformer.pricing import DeviceRates
-from paceline.perf.transformer.reduction import (
-    compression_s,
-    exposed_reduction_s,
-    reduction_s,
-)
-from paceline.perf.transformer.step import OPTIMIZER_BYTES, microbatch_costs, sharded_layer_s
+from paceline.perf.transformer.step import after_passes, microbatch_costs, sharded_layer_s
 
 if TYPE_CHECKING:
     from paceline.core.machine import Machine
@@ -70,28 +69,23 @@ class PlanBounds:
             wait_s += before * max(backward_s, gather_s + reduce_s)
         layer_s = max(forward_s, gather_s) + max(backward_s, gather_s + reduce_s)
         pipeline_s = max(count * last_s + wait_s, count * first * layer_s)
-        parameters = max(self._rank_parameters(plan, first, last))
+        parameters = max(
+            parameters_of_rank(model, plan, 0, first),
+            parameters_of_rank(model, plan, mesh.pipeline - 1, last),
+        )
         window_s = first * backward_s + (costs.output_backward_s if mesh.pipeline == 1 else 0.0)
-        reduce_all_s = reduction_s(plan, parameters, network, replicas)
-        after_s = exposed_reduction_s(plan, reduce_all_s, window_s)
-        after_s += compression_s(plan, parameters, rates, replicas)
-        if plan.zero in (1, 2):
-            after_s += network.all_gather_s(replicas, ACTIVATION_BYTES * parameters)
-        share = replicas.ranks if plan.zero else 1
-        after_s += parameters / share * OPTIMIZER_BYTES / rates.bytes_per_s
-        return pipeline_s + after_s
+        after = after_passes(plan, parameters, window_s, rates, network, replicas)
+        return pipeline_s + after.total_s
 
     def memory_bytes(self, plan: Plan) -> int:
         """Return bytes that the fullest rank needs at least: those of the first or the last one."""
         first, last, _ = self._rank_layers(plan)
         _, activations = self._layer(plan)
         found = []
-        for rank, parameters, live in zip(
-            (0, plan.mesh.pipeline - 1),
-            self._rank_parameters(plan, first, last),
-            self._live_layers(plan),
-            strict=True,
+        for rank, layers, live in zip(
+            (0, plan.mesh.pipeline - 1), (first, last), self._live_layers(plan), strict=True
         ):
+            parameters = parameters_of_rank(self._model, plan, rank, layers)
             kinds = memory_of_rank(self._model, plan, self._microbatch(plan), self._device, rank,
                                    parameters, live, activations)  # fmt: skip
             found.append(sum(kinds.values()))
@@ -133,16 +127,6 @@ class PlanBounds:
         first = chunks * least + -(-more // ranks)
         last = chunks * least + more // ranks
         return first, last, (ranks - 1) * least + min(more, ranks - 1)
-
-    def _rank_parameters(self, plan: Plan, first: int, last: int) -> tuple[float, float]:
-        """Return the parameters of the first and of the last rank, as `rank_parameters` does."""
-        model, tensor = self._model, plan.mesh.tensor
-        begin = first * model.layer_parameters + model.embedding_parameters
-        end = last * model.layer_parameters + model.output_parameters
-        if plan.mesh.pipeline == 1:
-            return (begin + model.output_parameters) / tensor, 0.0
-        end += model.vocab * model.hidden if model.tied else 0
-        return begin / tensor, end / tensor
 
     def _live_layers(self, plan: Plan) -> tuple[int, int]:
         """Return the layers whose activations the first and the last rank keep."""

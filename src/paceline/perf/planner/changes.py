@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import UsageError
 from paceline.core.record import nearest
+from paceline.perf.transformer.network import NETWORK, OUTSIDE_LEVELS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from paceline.core.machine import Device, Link, Machine, Quantity
 
 FIGURES = ("compute", "bandwidth", "memory", "link", "network")
-_OUTSIDE = ("network", "host", "loopback")  # levels that are not between devices of a node
 _CHANGE = re.compile(r"([a-z]+)\s*x\s*([0-9.]+)")
 
 
@@ -81,10 +81,10 @@ def _device(device: Device, factors: Mapping[str, float]) -> Device:
 
 
 def _link(link: Link, factors: Mapping[str, float]) -> Link:
-    if link.level == "network":
+    if link.level == NETWORK:
         factor = factors.get("network", 1.0)
     else:
-        factor = 1.0 if link.level in _OUTSIDE else factors.get("link", 1.0)
+        factor = 1.0 if link.level in OUTSIDE_LEVELS else factors.get("link", 1.0)
     return replace(link, bandwidth_bytes_per_s=_times(link.bandwidth_bytes_per_s, factor))
 
 

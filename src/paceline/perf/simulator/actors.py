@@ -55,7 +55,6 @@ class _Pipeline:
     replica: int
     place: Place
     count: int  # pipelines that it stands for
-    replica_group: Place
 
 
 def all_ranks(mesh: Mesh) -> Actors:
@@ -63,11 +62,7 @@ def all_ranks(mesh: Mesh) -> Actors:
     places = [(c, t) for c in range(mesh.context) for t in range(mesh.tensor)]
     return _actors(
         mesh,
-        [
-            _Pipeline(replica, place, 1, (0, place[1]))
-            for replica in range(mesh.data)
-            for place in places
-        ],
+        [_Pipeline(replica, place, 1) for replica in range(mesh.data) for place in places],
     )
 
 
@@ -90,10 +85,10 @@ def rank_classes(mesh: Mesh, disturbances: Disturbances) -> Actors:
     for signature, replicas in alike.items():
         if not signature:
             count = len(replicas) * mesh.context * mesh.tensor // places
-            pipelines += [_Pipeline(replicas[0], (0, t), count, (0, t)) for t in range(places)]
+            pipelines += [_Pipeline(replicas[0], (0, t), count) for t in range(places)]
             continue
         pipelines += [
-            _Pipeline(replicas[0], (context, tensor), len(replicas), (0, tensor))
+            _Pipeline(replicas[0], (context, tensor), len(replicas))
             for context in range(mesh.context)
             for tensor in range(mesh.tensor)
         ]
@@ -119,7 +114,7 @@ def _actors(mesh: Mesh, pipelines: list[_Pipeline]) -> Actors:
             peers.append(own)
             key: tuple[object, ...] = pipeline.replica, stage
             layers.append(layers_ids.setdefault(key, len(layers_ids)))
-            key = pipeline.replica_group, stage
+            key = tensor, stage
             replicas.append(replicas_ids.setdefault(key, len(replicas_ids)))
     return Actors(
         ranks=tuple(ranks),

@@ -88,19 +88,29 @@ def stage_layer_counts(model: Architecture, plan: Plan) -> tuple[int, ...]:
 
 
 def rank_parameters(model: Architecture, plan: Plan) -> tuple[float, ...]:
-    """Return the parameters of each pipeline rank, over its tensor-parallel ranks.
+    """Return the parameters of each pipeline rank, over its tensor-parallel ranks."""
+    ranks = plan.mesh.pipeline
+    counts = stage_layer_counts(model, plan)
+    return tuple(
+        parameters_of_rank(model, plan, rank, sum(counts[rank::ranks])) for rank in range(ranks)
+    )
+
+
+def parameters_of_rank(model: Architecture, plan: Plan, rank: int, layers: int) -> float:
+    """Return the parameters of a pipeline rank with so many layers, over its tensor-parallel ranks.
 
     The last stage has an output layer of its own; with tied weights it holds a copy of the
     embedding's.
     """
     ranks = plan.mesh.pipeline
-    counts = stage_layer_counts(model, plan)
-    found = [sum(counts[rank::ranks]) * float(model.layer_parameters) for rank in range(ranks)]
-    found[0] += model.embedding_parameters
-    found[-1] += model.output_parameters
-    if model.tied and ranks > 1:
-        found[-1] += model.vocab * model.hidden
-    return tuple(parameters / plan.mesh.tensor for parameters in found)
+    found = layers * float(model.layer_parameters)
+    if rank == 0:
+        found += model.embedding_parameters
+    if rank == ranks - 1:
+        found += model.output_parameters
+        if model.tied and ranks > 1:
+            found += model.vocab * model.hidden
+    return found / plan.mesh.tensor
 
 
 def rank_memory(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.core.plan import Mesh
 
 NETWORK = "network"
-_NOT_BETWEEN_DEVICES = (NETWORK, "host", "loopback")
+OUTSIDE_LEVELS = (NETWORK, "host", "loopback")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class Network:
 
 def inside_level(machine: Machine) -> str:
     """Return the level of the links between devices of a node; ``node`` if there is none."""
-    levels = (link.level for link in machine.links if link.level not in _NOT_BETWEEN_DEVICES)
+    levels = (link.level for link in machine.links if link.level not in OUTSIDE_LEVELS)
     return next(levels, "node")
 
 

@@ -74,6 +74,26 @@ class StepSeconds:
         return max(0.0, 1 - 1 / self.stretch)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AfterPasses:
+    """Seconds of a rank after its last backward pass.
+
+    Attributes:
+        gradients_s: of reducing gradients, and of gathering parameters with ZeRO 1 and 2, exposed.
+        compression_s: of compressing gradients.
+        optimizer_s: of the update.
+    """
+
+    gradients_s: float
+    compression_s: float
+    optimizer_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All three."""
+        return self.gradients_s + self.compression_s + self.optimizer_s
+
+
 @dataclass(frozen=True, slots=True)
 class MicrobatchCosts:
     """What the parts of a step cost a rank for one microbatch, in seconds.
@@ -210,13 +230,10 @@ def _combined(
     busy_s = busy[busiest]
     pipeline_s = busy_s * stretch if stretch else batch_s(plan, times, count)
     parameters = max(rank_parameters(model, plan))
-    reduce_s = reduction_s(plan, parameters, network, replicas)
-    exposed = {
-        "gradients": exposed_reduction_s(plan, reduce_s, sum(backward_s[:: mesh.pipeline])),
-        "compression": compression_s(plan, parameters, rates, replicas),
-    }
-    if plan.zero in (1, 2):
-        exposed["gradients"] += network.all_gather_s(replicas, ACTIVATION_BYTES * parameters)
+    after = after_passes(
+        plan, parameters, sum(backward_s[:: mesh.pipeline]), rates, network, replicas
+    )
+    exposed = {"gradients": after.gradients_s, "compression": after.compression_s}
     layers = count * sum(counts[busiest :: mesh.pipeline])
     outputs = count * (busiest == mesh.pipeline - 1)
     compute_forward_s = layers * costs.layer_forward_s + outputs * costs.output_forward_s
@@ -227,15 +244,38 @@ def _combined(
     mean_s = sum(sent_s) / mesh.pipeline
     messages = (2 if plan.overlap_pipeline else 4) * count * plan.stages_per_rank
     exposed["pipeline"] = min(waiting_s, messages * mean_s)
-    share = replicas.ranks if plan.zero else 1
     breakdown = Breakdown(
         forward=compute_forward_s,
         backward=compute_backward_s,
-        optimizer=parameters / share * OPTIMIZER_BYTES / rates.bytes_per_s,
+        optimizer=after.optimizer_s,
         transfer=sum(exposed.values()),
         waiting=waiting_s - exposed["pipeline"],
     )
     return StepSeconds(breakdown, exposed, pipeline_s / busy_s)
+
+
+def after_passes(
+    plan: Plan,
+    parameters: float,
+    backward_s: float,
+    rates: DeviceRates,
+    network: Network,
+    replicas: RankGroup,
+) -> AfterPasses:
+    """Return the seconds of what follows the passes of a rank with so many parameters.
+
+    `backward_s` is that of the rank's last backward passes, which hide a part of the reduction.
+    """
+    reduce_s = reduction_s(plan, parameters, network, replicas)
+    gradients_s = exposed_reduction_s(plan, reduce_s, backward_s)
+    if plan.zero in (1, 2):
+        gradients_s += network.all_gather_s(replicas, ACTIVATION_BYTES * parameters)
+    share = replicas.ranks if plan.zero else 1
+    return AfterPasses(
+        gradients_s=gradients_s,
+        compression_s=compression_s(plan, parameters, rates, replicas),
+        optimizer_s=parameters / share * OPTIMIZER_BYTES / rates.bytes_per_s,
+    )
 
 
 def stage_passes(
