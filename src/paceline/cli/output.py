@@ -1,4 +1,4 @@
-"""What ``paceline run`` and ``paceline record`` print alike."""
+"""What several commands print alike: ``run`` and ``record``, the ways of ``plan``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from paceline.core.errors import PacelineError
+    from paceline.core.plan_file import PlanFile
     from paceline.runs.result import RunResult
 
 
@@ -34,6 +35,15 @@ def warn(warnings: Iterable[str]) -> None:
     """Print one line per warning."""
     for warning in warnings:
         click.echo(f"warning: {warning}", err=True)
+
+
+def write_plan(out: Path | None, planned: PlanFile) -> None:
+    """Write the plan file of ``paceline plan --out``, if one was asked for, and say so."""
+    from paceline.core.files import commit_text
+
+    if out is not None:
+        commit_text(out, planned.to_text())
+        click.echo(f"plan: wrote {out}", err=True)
 
 
 def show_traceback(error: PacelineError, run: Path) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from paceline.cli.output import write_plan
 from paceline.cli.plan_model import (
     is_given,
     print_machines,
@@ -188,7 +189,6 @@ def plan(
     assert target is not None
     from paceline.core.config import parse_size
     from paceline.core.file_kind import FileKind, prepare_output
-    from paceline.core.files import commit_text
     from paceline.studies.predict import StrategyOptions, predict
 
     if out is not None:
@@ -215,9 +215,7 @@ def plan(
         ),
     )
     assert planned.estimate is not None
-    if out is not None:
-        commit_text(out, planned.to_text())
-        click.echo(f"plan: wrote {out}", err=True)
+    write_plan(out, planned)
     if as_json:
         click.echo(planned.estimate.to_text(), nl=False)
     else:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from paceline.cli.output import write_plan
 from paceline.cli.plan_search import make_space, print_scaling, print_search
 from paceline.cli.plan_simulation import RankFactor, write_simulation
 
@@ -345,12 +346,9 @@ def _print_plan(
     estimate: Estimate, model: Architecture, *, out: Path | None, as_json: bool
 ) -> None:
     """Write the file of one plan and print its estimate."""
-    from paceline.core.files import commit_text
     from paceline.core.plan_file import PlanFile
 
-    if out is not None:
-        commit_text(out, PlanFile(plan=estimate.plan, estimate=estimate).to_text())
-        click.echo(f"plan: wrote {out}", err=True)
+    write_plan(out, PlanFile(plan=estimate.plan, estimate=estimate))
     if as_json:
         click.echo(estimate.to_text(), nl=False)
         return

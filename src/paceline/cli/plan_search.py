@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from paceline.cli.output import write_plan
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -63,15 +65,13 @@ def print_search(
         MemoryExceeded: no plan fits; what would is said.
     """
     from paceline.core.errors import MemoryExceeded
-    from paceline.core.files import commit_text
     from paceline.core.plan_file import PlanFile
     from paceline.perf.planner import search_plans
 
     click.echo(f"plan: comparing plans, nodes: {', '.join(map(str, space.nodes))}", err=True)
     search = search_plans(machine, model, space, risks)
-    if out is not None and search.fits:
-        commit_text(out, PlanFile(plan=search.best.plan, estimate=search.best).to_text())
-        click.echo(f"plan: wrote {out}", err=True)
+    if search.fits:
+        write_plan(out, PlanFile(plan=search.best.plan, estimate=search.best))
     if as_json:
         click.echo(search.to_text(), nl=False)
     else:
