@@ -213,6 +213,25 @@ def test_a_syntax_error_of_a_script_is_said_with_its_line(tmp_path):
     assert report["error"] == "SyntaxError: '(' was never closed (syn.py, line 1)"
 
 
+def test_a_rank_that_is_stopped_while_it_formats_its_traceback_has_a_report(tmp_path, monkeypatch):
+    """Its launcher stopped it for the failure of another rank, and it was blamed instead."""
+    (tmp_path / "trace").mkdir()
+    lost = "[gloo/transport/tcp/pair.cc:537] Connection closed by peer"
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("traceback.format_exception", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            write_report(RuntimeError(lost), tmp_path, 0)
+    (report,) = read_reports(tmp_path)
+    assert report["traceback"] == f"RuntimeError: {lost}"
+    write_report(RuntimeError(lost), tmp_path, 0)
+    (whole,) = read_reports(tmp_path)
+    assert whole["traceback"].endswith(f"RuntimeError: {lost}\n")
+
+
 def test_versions_and_an_unknown_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = known_machine(None)

@@ -25,17 +25,20 @@ LOST = "RuntimeError('[gloo/transport/tcp/pair.cc:537] Read error: Connection re
 
 @pytest.fixture
 def traced(tmp_path):
-    """Write the traces of ranks with so many steps; those of the first ranks are closed."""
+    """Write the traces of ranks with so many steps; those of the first ranks are closed.
+
+    Those of `waiting` end while they wait, the others in their backward passes.
+    """
     recorders = []
 
-    def write(*steps, closed=0):
+    def write(*steps, closed=0, waiting=()):
         (tmp_path / "trace").mkdir()
         for rank, count in enumerate(steps):
             path = tmp_path / "trace" / trace_name(rank)
             recorder = Recorder(str(path), rank, len(steps))
             for _ in range(count):
                 recorder.end_step()
-            recorder.begin(int(Kind.BACKWARD))
+            recorder.begin(int(Kind.WAIT if rank in waiting else Kind.BACKWARD))
             if rank < closed:
                 recorder.close()
             else:
@@ -78,6 +81,11 @@ def test_a_rank_below_a_launcher_that_vanished_is_lost(traced):
         raise_failure(run, "torchrun", (ended,), failure)
     assert caught.value.exit_code == 5
     assert "os._exit" in caught.value.why
+
+
+def test_a_rank_that_waited_is_stopped_for_another_one_in_the_same_step(traced):
+    failure = record_module._failure(traced(4, 4, waiting={0}), RankExit(rank=0, code=1))
+    assert (failure.rank, failure.step, failure.phase) == (1, 4, "backward")
 
 
 def test_a_rank_that_left_early_is_the_culprit_and_not_its_victims(traced):

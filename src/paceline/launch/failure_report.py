@@ -44,23 +44,36 @@ def write_report(
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in own_files:
         frames = frames.tb_next
-    text = "" if exit_code else "".join(traceback.format_exception(type(error), error, frames))
     collector = sys.modules.get(COLLECTOR)
     if type(error).__module__ == _SPAWN:  # the process that failed is a child, and numbered
         rank = getattr(error, "error_index", rank)
+    named = f"exit code {exit_code}{_place(frames)}" if exit_code else _named(error)
     report = {
         "rank": rank,
         "at_ns": int(SystemClock().wall_s() * 1e9),  # comparable between nodes
         "phase": collector.phase_of(error) if collector else "",
-        "traceback": text,
-        "error": f"exit code {exit_code}{_place(frames)}" if exit_code else _named(error),
+        "traceback": "" if exit_code else f"{type(error).__name__}: {error}",
+        "error": named,
     }
+    path = run / "trace" / f"rank-{rank:05d}.failure"
+    if not exit_code:
+        # Formatting the traceback reads source files. Meanwhile the launcher may stop this rank for
+        # the failure of another: without any report it would pass for the rank that failed first.
+        with contextlib.suppress(OSError):
+            _replace(path, report)
+        text = "".join(traceback.format_exception(type(error), error, frames))
+        report["traceback"] = text
     try:
-        path = run / "trace" / f"rank-{rank:05d}.failure"
-        path.write_text(json.dumps(report), encoding="utf-8")
+        _replace(path, report)
     except OSError:
         with contextlib.suppress(OSError):
-            sys.stderr.write(text)
+            sys.stderr.write(str(report["traceback"]))
+
+
+def _replace(path: Path, report: dict[str, Any]) -> None:
+    partial = path.with_suffix(".failure-partial")
+    partial.write_text(json.dumps(report), encoding="utf-8")
+    partial.replace(path)
 
 
 def read_reports(run: Path) -> list[dict[str, Any]]:

@@ -46,6 +46,7 @@ from paceline.launch.recordable import check_recordable
 from paceline.launch.summary import summarize, trace_statuses
 from paceline.runs.launcher import this_launcher
 from paceline.runs.result import Failure
+from paceline.trace.format.events import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -193,7 +194,7 @@ def _failure(run: Path, ended: RankExit) -> Failure | None:
     A launcher that we do not know stops the other ranks, too, and does not tell us how each ended.
     A rank that raised has a report. A rank that left while others needed it closed its trace, and
     has taken no more steps than those that lost it. Of the ranks that vanished, the first to do so
-    has the fewest steps: the others have waited for it.
+    has the fewest steps, and does not wait: the others have waited for it.
 
     Args:
         run: the run's folder.
@@ -206,7 +207,7 @@ def _failure(run: Path, ended: RankExit) -> Failure | None:
     reported = {int(report["rank"]) for report in reports}
     statuses = trace_statuses(run)
     silent = [status for status in statuses if status.rank not in reported]
-    silent.sort(key=lambda status: (status.step, status.rank))
+    silent.sort(key=lambda status: (status.step, status.phase is Kind.WAIT, status.rank))
     left = [status for status in silent if status.closed]
     fewest = min((status.step for status in statuses if status not in left), default=0)
     if reports and left and left[0].step <= fewest:
