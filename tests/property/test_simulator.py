@@ -15,6 +15,7 @@ from paceline.perf.simulator.program import OperationKind
 from paceline.perf.transformer import Architecture
 from paceline.perf.transformer.pipelining import make_schedule
 from paceline.perf.transformer.step import step_times
+from paceline.perf.transformer.supply import SampleCost, supply
 from paceline.trace.analysis import analyse
 from paceline.trace.merge.load import load_run
 
@@ -115,6 +116,21 @@ def test_all_ranks_wait_for_a_slow_one():
         for slow in ((), (SlowRank(rank=5, factor=1.5),))
     )
     assert 1.3 * calm < slow < 1.5 * calm
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("seconds", [0.0005, 0.2])
+def test_a_step_waits_for_its_batch_as_long_as_is_predicted(workers, seconds, tmp_path):
+    plan = dataclasses.replace(PLAN, loader_workers=workers)
+    sample = SampleCost(seconds=seconds)
+    calm_s = simulate(SELENE, MODEL, PLAN, 8).step_s[0]
+    for by in ("class", "rank"):
+        found = simulate(SELENE, MODEL, plan, 8, sample=sample, steps=4, by=by, records=True)
+        wait_s = supply(SELENE, plan, 8, sample).wait_s(calm_s)
+        assert found.step_s[-1] == pytest.approx(calm_s + wait_s)
+    write_run(found, tmp_path)
+    first = analyse(load_run(tmp_path)).phases[0]
+    assert first.breakdown().input / 4 == pytest.approx(wait_s * (0.75 if workers else 1))
 
 
 def test_an_outage_delays_by_its_length_at_most():

@@ -16,7 +16,7 @@ from paceline.perf.planner.bounds import PlanBounds
 from paceline.perf.planner.candidates import BoundedPlans, PlanPricer
 from paceline.perf.planner.changes import parse_changes, with_changes
 from paceline.perf.planner.scaling import scaling_study
-from paceline.perf.transformer import Architecture
+from paceline.perf.transformer import Architecture, SampleCost
 from paceline.report.plan_search import plan_in_words
 
 SELENE = library_machine("selene")
@@ -30,7 +30,7 @@ MODELS = {
 
 
 def priced(machine, model, space):
-    pricer = PlanPricer(machine, model, space.batch, deadline_s=float("inf"))
+    pricer = PlanPricer(machine, model, space, deadline_s=float("inf"))
     return [pricer(plan) for plan in space.plans(machine, model)]
 
 
@@ -38,13 +38,61 @@ def priced(machine, model, space):
 def test_no_plan_is_faster_or_smaller_than_its_bounds(name):
     model, batch, nodes = MODELS[name]
     space = SearchSpace(batch=batch, nodes=nodes, fixed={})
-    bounds = PlanBounds(SELENE, model, batch)
+    bounds = PlanBounds(SELENE, model, space)
     plans = list(space.plans(SELENE, model))
-    pricer = PlanPricer(SELENE, model, batch, deadline_s=float("inf"))
+    pricer = PlanPricer(SELENE, model, space, deadline_s=float("inf"))
     for plan in plans[:: max(1, len(plans) // 300)]:
         found = pricer(plan)
         assert bounds.step_s(plan) <= found.step_s * (1 + 1e-9), plan
         assert bounds.memory_bytes(plan) <= found.memory_bytes + 16, plan
+
+
+SUPPLIED = {
+    "loaders": {
+        "sample": SampleCost(bytes=4 << 20, seconds=0.02),
+        "varied": {"loader_workers": (0, 1, 8)},
+    },
+    "precision and compression": {
+        "varied": {"precision": ("bfloat16", "float32"), "compression": (1.0, 8.0)},
+    },
+    "a budget": {"budget_bytes": 3 << 30},
+}
+
+
+@pytest.mark.parametrize("name", SUPPLIED)
+def test_bounds_hold_and_the_winner_is_the_fastest_with_data_and_budgets(name):
+    """Of a search with --compression, plans with ZeRO ended in an error."""
+    fixed = {"context": 1, "schedule": "1f1b", "interleave": 1}
+    space = SearchSpace(batch=64, nodes=(1,), fixed=fixed, **SUPPLIED[name])
+    bounds = PlanBounds(SELENE, SMALL, space)
+    pricer = PlanPricer(SELENE, SMALL, space, deadline_s=float("inf"))
+    plans = list(space.plans(SELENE, SMALL))
+    for plan in plans:
+        found = pricer(plan)
+        fits = found.memory_bytes <= pricer.capacity_bytes  # else, what leaves takes no time
+        assert not fits or bounds.step_s(plan) <= found.step_s * (1 + 1e-9), plan
+        assert bounds.memory_bytes(plan) <= found.memory_bytes + 16, plan
+        assert not (plan.compression > 1 and plan.zero)
+    fitting = [plan for plan in pricer.plans if plan.memory_bytes <= pricer.capacity_bytes]
+    search = search_plans(SELENE, SMALL, space)
+    assert search.front[0].step_s == min(plan.step_s for plan in fitting)
+    assert search.compared == len(plans)
+    fit = search.best.memory_fit
+    whole_s = fit.step_s if fit else search.best.step_time_s
+    assert whole_s == pytest.approx(search.front[0].step_s)
+    assert {item.axis for item in search.alternatives} >= set(space.varied)
+
+
+def test_a_plan_that_leaves_on_the_host_beats_none():
+    """Without the budget, nothing fits."""
+    fixed = {"tensor": 8, "stages": 1, "context": 1, "microbatch": 1, "recompute": "full"}
+    space = SearchSpace(batch=64, nodes=(1,), fixed={**fixed, "zero": 0})
+    model = dataclasses.replace(LARGE, layers=56)
+    assert not search_plans(SELENE, model, space, explains=False).fits
+    spilled = dataclasses.replace(space, budget_bytes=75 << 30)
+    search = search_plans(SELENE, model, spilled)
+    assert search.front[0].memory_bytes <= 75 << 30
+    assert search.best.memory_fit.kinds["optimizer state"]["spill"] > 0
 
 
 def test_the_front_is_that_of_pricing_every_plan():
@@ -145,6 +193,16 @@ def test_the_command_prints_the_best_plan_and_writes_it(tmp_path):
         (("--nodes", "some"), "no number of nodes"),
         (("--steps", "3"), "--steps has an effect with --simulate"),
         (("--samples", "3"), "--samples has an effect with --scaling"),
+        (("--epochs", "3"), "--epochs has an effect with --samples"),
+        (("--vary", "compression=1,4"), "--vary has an effect where plans are compared"),
+        (("--vary", "zero=1"), "'zero' is none of precision, compression, loader-workers"),
+        (("--vary", "compression=0.5"), "0.5 is not in the range x>=1"),
+        (
+            ("--search", "--batch", "8", "--compression", "2", "--vary", "compression=1,4"),
+            "'compression' is fixed at 2.0 and varied",
+        ),
+        (("--what-if", "loader x2"), "'loader' has an effect with --sample-seconds"),
+        (("--what-if", "storage x2"), "'storage' has an effect with --sample-bytes"),
         (("--what-if", "netwrk x2"), "unknown figure 'netwrk'"),
         (("--what-if", "network 2"), "no figure with a factor above 0"),
         (("--simulate", "x", "--slow", "9:2"), "rank 9 is disturbed, and there are 8"),
@@ -179,6 +237,20 @@ def test_a_study_leaves_out_sizes_that_do_not_fit_or_divide():
     assert twice.points[-1].step_s <= study.points[-1].step_s
     with pytest.raises(MemoryExceeded, match="fits at none"):
         scaling_study(SELENE, LARGE, dataclasses.replace(space, nodes=(64, 128)))
+
+
+def test_a_study_counts_epochs_loaders_and_faster_ones(tmp_path):
+    flags = ("--nodes", "1..2", "--batch", "64", "--zero", "1", "--context", "1", "--samples",
+             "100000", "--sample-seconds", "0.05", "--vary", "loader-workers=0,4")  # fmt: skip
+    hours = []
+    for more in ((), ("--epochs", "3"), ("--what-if", "loader x50")):
+        done = command(*flags, *more, "--scaling", str(tmp_path), "--json")
+        assert done.returncode == 0, done.stderr
+        study = json.loads(done.stdout)
+        hours.append(study["samples"] / study["points"][0]["samples_per_s"])
+        assert study["points"][0]["plan"]["loader_workers"] == 4
+    assert hours[1] == pytest.approx(3 * hours[0])
+    assert hours[2] < 0.6 * hours[0]
 
 
 def test_changes_of_a_machine_multiply_its_figures():

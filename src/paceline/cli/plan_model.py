@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.output import write_plan
-from paceline.cli.plan_search import make_space, print_scaling, print_search
+from paceline.cli.plan_search import (
+    PRECISIONS,
+    VariedField,
+    make_space,
+    print_scaling,
+    print_search,
+)
 from paceline.cli.plan_simulation import RankFactor, write_simulation
 
 if TYPE_CHECKING:
@@ -16,7 +22,7 @@ if TYPE_CHECKING:
 
     from paceline.core.estimate import Estimate
     from paceline.core.machine import Machine
-    from paceline.perf.transformer import Architecture, Risks
+    from paceline.perf.transformer import Architecture, Risks, SampleCost
 
 # Flags of scripts that have a meaning for an architecture too.
 _SHARED = (
@@ -92,8 +98,14 @@ def transformer_flags(command: Callable[..., None]) -> Callable[..., None]:
             help="With --model and a range of --nodes: the best plan at each size; writes "
             "scaling.csv and scaling.svg.",
         ),
+        click.option("--samples", type=count, help="With --scaling: samples of the training set."),
+        click.option("--epochs", type=count, help="With --samples: passes over them [default: 1]."),
         click.option(
-            "--samples", type=count, help="With --scaling: samples of the whole training."
+            "--vary",
+            type=VariedField(),
+            multiple=True,
+            help="With --search or --scaling: compare plans of several values too, as "
+            "precision=bfloat16,float8, compression=1,4 or loader-workers=2,8.",
         ),
         click.option(
             "--simulate",
@@ -112,7 +124,7 @@ def transformer_flags(command: Callable[..., None]) -> Callable[..., None]:
             "--what-if",
             metavar="CHANGES",
             help="With --model: on another machine, as 'network x2, memory x0.5'; figures: "
-            "compute, bandwidth, memory, link, network.",
+            "compute, bandwidth, memory, link, network, storage, loader.",
         ),
         click.option("--sequence", type=count, help="With --model: tokens of a sample."),
         click.option("--microbatch", type=count, help="With --model: samples of a microbatch."),
@@ -132,7 +144,7 @@ def transformer_flags(command: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option(
             "--precision",
-            type=click.Choice(["float32", "bfloat16", "float16", "float8"]),
+            type=click.Choice(PRECISIONS),
             help="With --model: dtype of products [default: bfloat16].",
         ),
         click.option("--sequence-parallel/--no-sequence-parallel", default=None),
@@ -281,7 +293,7 @@ def print_transformer(
     given = {name: value for name, value in flags.items() if value not in (None, ())}
     nodes = given.pop("nodes", (1,))
     searches = given.pop("search", False) or len(nodes) > 1 or "scaling" in given
-    _refuse_lonely_flags(given, searches=searches, budget=budget)
+    _refuse_lonely_flags(given, searches=searches)
     if out is not None:
         prepare_output(out, FileKind.PLAN)
     risks = Risks(
@@ -289,26 +301,28 @@ def print_transformer(
         node_failure_s=3600 * given.pop("node_failure_hours", 0.0),
     )
     simulation = {name: given.pop(name) for name in ("simulate", "steps", "slow") if name in given}
-    scaling, samples = given.pop("scaling", None), given.pop("samples", 0)
+    scaling = given.pop("scaling", None)
+    samples = given.pop("samples", 0) * given.pop("epochs", 1)
+    sample = _sample(given)
     architecture = make_architecture(model, sequence=given.pop("sequence", None))
     machine = load_machine(machine_path)
     if changes := given.pop("what_if", None):
-        machine = _changed(machine, changes)
+        machine, sample = _changed(machine, sample, changes)
     if runs:
         from paceline.studies.calibrate import refit_by_runs
 
         machine = refit_by_runs(machine, architecture, runs)
     if scaling is not None:
-        space = make_space(nodes, given)
+        space = make_space(nodes, given, sample=sample, budget=budget)
         print_scaling(
             machine, architecture, space, risks, samples=samples, folder=scaling, as_json=as_json
         )
         return
     if searches:
-        space = make_space(nodes, given)
+        space = make_space(nodes, given, sample=sample, budget=budget)
         best = print_search(machine, architecture, space, risks, out=out, as_json=as_json)
     else:
-        best = _estimate(machine, architecture, risks, {"nodes": nodes[0], **given}, budget)
+        best = _estimate(machine, architecture, risks, {"nodes": nodes[0], **given}, sample, budget)
         _print_plan(best, architecture, out=out, as_json=as_json)
     if simulation:
         write_simulation(
@@ -317,24 +331,37 @@ def print_transformer(
             best.plan,
             best.batch,
             simulation["simulate"],
+            sample=sample,
             steps=simulation.get("steps", 50),
             slow=simulation.get("slow", ()),
             jitter=risks.jitter,
         )
 
 
-def _estimate(
-    machine: Machine, model: Architecture, risks: Risks, given: dict[str, Any], budget: str | None
-) -> Estimate:
-    """Return the estimate of the one plan that flags describe."""
+def _sample(given: dict[str, Any]) -> SampleCost:
+    """Take the flags of a sample out of those that are given; return what one takes to load."""
     from paceline.core.config import parse_size
-    from paceline.perf.transformer import SampleCost, estimate_transformer
-    from paceline.perf.transformer.options import TransformerOptions, make_plan
+    from paceline.perf.transformer import SampleCost
 
-    sample = SampleCost(
+    return SampleCost(
         bytes=parse_size(given.pop("sample_bytes", "0")),
         seconds=given.pop("sample_seconds", 0.0),
     )
+
+
+def _estimate(
+    machine: Machine,
+    model: Architecture,
+    risks: Risks,
+    given: dict[str, Any],
+    sample: SampleCost,
+    budget: str | None,
+) -> Estimate:
+    """Return the estimate of the one plan that flags describe."""
+    from paceline.core.config import parse_size
+    from paceline.perf.transformer import estimate_transformer
+    from paceline.perf.transformer.options import TransformerOptions, make_plan
+
     plan, batch = make_plan(machine, TransformerOptions(**given))
     budget_bytes = parse_size(budget) if budget else None
     return estimate_transformer(
@@ -362,30 +389,46 @@ def _print_plan(
         console.print(warning, markup=False, style="yellow", soft_wrap=True)
 
 
-def _changed(machine: Machine, changes: str) -> Machine:
-    """Return the machine of ``--what-if``, with a name that says so."""
+def _changed(machine: Machine, sample: SampleCost, changes: str) -> tuple[Machine, SampleCost]:
+    """Return the machine of ``--what-if``, with a name that says so, and what a sample takes.
+
+    Raises:
+        UsageError: a figure is unknown, or is of data where nothing is loaded.
+    """
     from dataclasses import replace
 
-    from paceline.perf.planner.changes import parse_changes, with_changes
+    from paceline.core.errors import UsageError
+    from paceline.perf.planner.changes import parse_changes, sample_with, with_changes
 
-    changed = with_changes(machine, parse_changes(changes))
-    return replace(changed, name=f"{machine.name}, {changes}")
+    factors = parse_changes(changes)
+    needs = {"loader": ("--sample-seconds", sample.seconds),
+             "storage": ("--sample-bytes", sample.bytes)}  # fmt: skip
+    for figure, (flag, value) in needs.items():
+        if figure in factors and not value:
+            raise UsageError(
+                f"'{figure}' has an effect with {flag}",
+                where=f"--what-if '{changes}'",
+                fix=f"Give {flag}, or leave it out",
+            )
+    changed = with_changes(machine, factors)
+    return replace(changed, name=f"{machine.name}, {changes}"), sample_with(sample, factors)
 
 
-def _refuse_lonely_flags(given: dict[str, Any], *, searches: bool, budget: str | None) -> None:
+def _refuse_lonely_flags(given: dict[str, Any], *, searches: bool) -> None:
     """Raise an error for a flag that has an effect only with another one, or not with it.
 
     Args:
         given: flags that have a value.
         searches: whether plans are compared.
-        budget: of --fit.
 
     Raises:
         UsageError: there is one.
     """
     from paceline.core.errors import UsageError
 
-    for name, other in (("samples", "scaling"), ("steps", "simulate"), ("slow", "simulate")):
+    pairs = (("samples", "scaling"), ("epochs", "samples"), ("steps", "simulate"),
+             ("slow", "simulate"))  # fmt: skip
+    for name, other in pairs:
         if name in given and other not in given:
             raise UsageError(
                 f"{_flag_of(name)} has an effect with {_flag_of(other)}",
@@ -398,11 +441,9 @@ def _refuse_lonely_flags(given: dict[str, Any], *, searches: bool, budget: str |
             where="paceline plan --model --scaling --simulate",
             fix="Leave out one of the two",
         )
-    single = [name for name in ("sample_bytes", "sample_seconds") if name in given]
-    if searches and (single or budget):
-        flag = _flag_of(single[0]) if single else "--fit"
+    if "vary" in given and not searches:
         raise UsageError(
-            f"{flag} is for a single plan, not for a search",
-            where="paceline plan --model --search",
-            fix="Search without it, then plan the winner with it",
+            "--vary has an effect where plans are compared",
+            where="paceline plan --model --vary",
+            fix="Give --search, or a range of --nodes",
         )

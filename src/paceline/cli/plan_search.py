@@ -14,23 +14,59 @@ if TYPE_CHECKING:
     from paceline.core.estimate import Estimate
     from paceline.core.machine import Machine
     from paceline.perf.planner import SearchSpace
-    from paceline.perf.transformer import Architecture, Risks
+    from paceline.perf.transformer import Architecture, Risks, SampleCost
+
+PRECISIONS = ("float32", "bfloat16", "float16", "float8")
 
 
-def make_space(nodes: tuple[int, ...], given: dict[str, Any]) -> SearchSpace:
+class VariedField(click.ParamType[tuple[str, tuple[Any, ...]]]):
+    """``NAME=VALUE,VALUE``: a field of a plan, and the values that a search tries."""
+
+    name = "NAME=VALUE,..."
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, tuple[Any, ...]]:
+        """Return the field's name and its values.
+
+        >>> VariedField().convert("loader-workers=2,4", None, None)
+        ('loader_workers', (2, 4))
+        """
+        name, _, text = str(value).partition("=")
+        kinds: dict[str, click.ParamType[Any]] = {
+            "precision": click.Choice(PRECISIONS),
+            "compression": click.FloatRange(min=1),
+            "loader-workers": click.IntRange(min=0),
+        }
+        if name not in kinds:
+            self.fail(f"'{name}' is none of {', '.join(kinds)}", param, ctx)
+        values = (kinds[name].convert(part, param, ctx) for part in text.split(","))
+        return name.replace("-", "_"), tuple(values)
+
+
+def make_space(
+    nodes: tuple[int, ...],
+    given: dict[str, Any],
+    *,
+    sample: SampleCost,
+    budget: str | None,
+) -> SearchSpace:
     """Return the space of a search.
 
     Args:
         nodes: numbers of nodes to compare.
         given: flags of the command line that have a value; ``batch`` is 0 where it is not given.
+        sample: what it takes to load one.
+        budget: memory of each device in words; None: all of it, and nothing leaves the device.
 
     Raises:
-        UsageError: there is no batch.
+        UsageError: there is no batch, or a flag is fixed and varied.
     """
+    from paceline.core.config import parse_size
     from paceline.core.errors import UsageError
     from paceline.perf.planner import SearchSpace
 
-    fixed = {name: value for name, value in given.items() if name != "batch"}
+    fixed = {name: value for name, value in given.items() if name not in ("batch", "vary")}
     if not given["batch"]:
         raise UsageError(
             "a search needs the samples of a step",
@@ -38,7 +74,14 @@ def make_space(nodes: tuple[int, ...], given: dict[str, Any]) -> SearchSpace:
             why="plans of different batches do not train alike",
             fix="Give --batch",
         )
-    return SearchSpace(batch=given["batch"], nodes=nodes, fixed=fixed)
+    return SearchSpace(
+        batch=given["batch"],
+        nodes=nodes,
+        fixed=fixed,
+        varied=dict(given.get("vary", ())),
+        sample=sample if sample.bytes or sample.seconds else None,
+        budget_bytes=parse_size(budget) if budget else None,
+    )
 
 
 def print_search(

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from paceline.core.machine import Machine
     from paceline.core.plan import Plan
-    from paceline.perf.transformer import Architecture
+    from paceline.perf.transformer import Architecture, SampleCost
 
 MOST_RANKS = 4096  # each has a file
 
@@ -46,6 +46,7 @@ def write_simulation(
     batch: int,
     folder: Path,
     *,
+    sample: SampleCost,
     steps: int,
     slow: tuple[tuple[int, float], ...],
     jitter: float,
@@ -58,6 +59,7 @@ def write_simulation(
         plan: to simulate.
         batch: samples of a step.
         folder: of the run.
+        sample: what it takes to load one.
         steps: how many.
         slow: ranks that compute slower, each with its factor.
         jitter: standard deviation of each pass over its mean.
@@ -80,7 +82,15 @@ def write_simulation(
         slow=tuple(SlowRank(rank=rank, factor=factor) for rank, factor in slow), jitter=jitter
     )
     found = simulate(
-        machine, model, plan, batch, disturbances, steps=steps, by="rank", records=True
+        machine,
+        model,
+        plan,
+        batch,
+        disturbances,
+        sample=sample,
+        steps=steps,
+        by="rank",
+        records=True,
     )
     write_run(found, folder)
     median = sorted(found.step_s)[steps // 2]

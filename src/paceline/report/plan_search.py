@@ -52,8 +52,12 @@ def _head(search: PlanSearch) -> str:
     return text
 
 
-def plan_in_words(plan: Plan) -> str:
+def plan_in_words(plan: Plan, *, precision: bool = False) -> str:
     """Return a plan's mesh and choices, shortly.
+
+    Args:
+        plan: of a transformer.
+        precision: whether to say it: plans that are compared may share one.
 
     >>> from paceline.core.plan import Mesh, Plan
     >>> plan_in_words(Plan(mesh=Mesh(data=4, tensor=8), microbatches=2, zero=1))
@@ -70,16 +74,23 @@ def plan_in_words(plan: Plan) -> str:
         words.append(f"zero {plan.zero}")
     if plan.recompute != "none":
         words.append(f"recompute {plan.recompute}")
+    if plan.compression > 1:
+        words.append(f"compression {plan.compression:g}")
+    if plan.loader_workers:
+        words.append(plural(plan.loader_workers, "loader worker"))
+    if precision:
+        words.append(plan.precision)
     return ", ".join(words)
 
 
 def _front(search: PlanSearch) -> FittingTable:
     shown = _spread(search.front)
+    precisions_differ = len({priced.plan.precision for priced in search.front}) > 1
     costs_differ = len({priced.plan.nodes for priced in search.front}) > 1
     rows = tuple(
         (
             f"{priced.plan.nodes:,}",
-            plan_in_words(priced.plan),
+            plan_in_words(priced.plan, precision=precisions_differ),
             format_seconds(priced.step_s),
             format_bytes(priced.memory_bytes),
             f"{priced.node_hours:,.1f}" if costs_differ else "",

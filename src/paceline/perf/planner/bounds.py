@@ -9,7 +9,9 @@ of a layer depend on few fields of the plan and are kept; the pipeline's time is
 
 since the last rank can neither begin before nor end after them. Where backward passes are split
 (zero_bubble), gradients of weights may come last, and the last term is left out. What follows the
-pipeline, the reduction of gradients and the optimizer, is priced as it is.
+pipeline, the reduction of gradients and the optimizer, is priced as it is, and so is the wait for
+data. With a memory budget the bytes beyond it leave the device: activations may do so beside the
+passes, the optimizer's state may not, and nothing else leaves.
 """
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ from paceline.perf.transformer.memory import (
     stage_layer_counts,
 )
 from paceline.perf.transformer.network import Network
+from paceline.perf.transformer.offload import host_rate
 from paceline.perf.transformer.pipelining import live_layers
 from paceline.perf.transformer.pricing import DeviceRates
 from paceline.perf.transformer.step import after_passes, microbatch_costs, sharded_layer_s
+from paceline.perf.transformer.supply import supply
 
 if TYPE_CHECKING:
     from paceline.core.machine import Machine
     from paceline.core.plan import Plan
+    from paceline.perf.planner.space import SearchSpace
     from paceline.perf.transformer.architecture import Architecture
     from paceline.perf.transformer.step import MicrobatchCosts
 
@@ -38,13 +43,14 @@ if TYPE_CHECKING:
 class PlanBounds:
     """Bounds of the plans of one model on one machine."""
 
-    def __init__(self, machine: Machine, model: Architecture, batch: int) -> None:
-        """Bound plans of steps of `batch` samples.
+    def __init__(self, machine: Machine, model: Architecture, space: SearchSpace) -> None:
+        """Bound the plans of a space.
 
         Raises:
             UsageError: the machine has no device, peak or bandwidth; see `DeviceRates`.
         """
-        self._machine, self._model, self._batch = machine, model, batch
+        self._machine, self._model, self._space = machine, model, space
+        self._host_rate = host_rate(machine)[0] if space.budget_bytes is not None else 0.0
         self._device = machine.devices[0]
         self._reached = efficiency_of(self._device)
         self._rates: dict[str, DeviceRates] = {}
@@ -75,10 +81,31 @@ class PlanBounds:
         )
         window_s = first * backward_s + (costs.output_backward_s if mesh.pipeline == 1 else 0.0)
         after = after_passes(plan, parameters, window_s, rates, network, replicas)
-        return pipeline_s + after.total_s
+        step_s = pipeline_s + after.total_s
+        budget = self._space.budget_bytes
+        if budget is not None:
+            step_s += max(
+                max(0.0, sum(kinds.values()) - budget - kinds["activations"]) / self._host_rate
+                for kinds in self._memory(plan)
+            )
+        sample = self._space.sample
+        if sample is not None:
+            step_s += supply(self._machine, plan, self._space.batch, sample).wait_s(step_s)
+        return step_s
 
     def memory_bytes(self, plan: Plan) -> int:
         """Return bytes that the fullest rank needs at least: those of the first or the last one."""
+        found = []
+        for kinds in self._memory(plan):
+            size = sum(kinds.values())
+            budget = self._space.budget_bytes
+            if budget is not None and size > budget:
+                size = max(budget, size - kinds["activations"] - kinds["optimizer"])
+            found.append(size)
+        return max(found)
+
+    def _memory(self, plan: Plan) -> tuple[dict[str, int], ...]:
+        """Return the bytes of the first and the last rank, by kind."""
         first, last, _ = self._rank_layers(plan)
         _, activations = self._layer(plan)
         found = []
@@ -86,13 +113,14 @@ class PlanBounds:
             (0, plan.mesh.pipeline - 1), (first, last), self._live_layers(plan), strict=True
         ):
             parameters = parameters_of_rank(self._model, plan, rank, layers)
-            kinds = memory_of_rank(self._model, plan, self._microbatch(plan), self._device, rank,
-                                   parameters, live, activations)  # fmt: skip
-            found.append(sum(kinds.values()))
-        return max(found)
+            found.append(
+                memory_of_rank(self._model, plan, self._microbatch(plan), self._device, rank,
+                               parameters, live, activations)
+            )  # fmt: skip
+        return tuple(found)
 
     def _microbatch(self, plan: Plan) -> float:
-        return self._batch / plan.mesh.data / plan.microbatch_count
+        return self._space.batch / plan.mesh.data / plan.microbatch_count
 
     def _network(self, plan: Plan) -> Network:
         if plan.nodes not in self._networks:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.core.errors import UsageError
+from paceline.core.errors import MemoryExceeded, UsageError
 from paceline.core.machine import Machine
 from paceline.core.plan import Plan
 from paceline.perf.planner.bounds import PlanBounds
 from paceline.perf.planner.result import PricedPlan
+from paceline.perf.planner.space import SearchSpace
 from paceline.perf.transformer.architecture import Architecture
 from paceline.perf.transformer.efficiency import efficiency_of
 from paceline.perf.transformer.memory import rank_memory
+from paceline.perf.transformer.offload import fit_device
 from paceline.perf.transformer.step import StepSeconds, step_times
-
-if TYPE_CHECKING:
-    from paceline.perf.planner.space import SearchSpace
+from paceline.perf.transformer.supply import supply
 
 _SAMPLES = 1e6
 
@@ -30,7 +29,7 @@ class PlanPricer:
 
     machine: Machine
     model: Architecture
-    batch: int
+    space: SearchSpace
     deadline_s: float
     _priced: dict[Plan, tuple[PricedPlan, StepSeconds]] = field(default_factory=dict)
 
@@ -56,13 +55,19 @@ class PlanPricer:
         """Return the seconds of a priced plan on another machine, its bubble's share unchanged."""
         stretch = self.times(plan).stretch
         efficiency = efficiency_of(machine.devices[0])
-        found = step_times(machine, self.model, plan, self.batch, efficiency, stretch)
-        return found.breakdown.total_s
+        times = step_times(machine, self.model, plan, self.space.batch, efficiency, stretch)
+        return self._whole(machine, plan, times)[0]
 
     @property
     def capacity_bytes(self) -> int:
-        """Memory of a device."""
-        return int(self.machine.devices[0].memory_bytes.value)
+        """Memory of a device, or as much of it as may be used."""
+        budget = self.space.budget_bytes
+        return int(self.machine.devices[0].memory_bytes.value) if budget is None else budget
+
+    @property
+    def reads_nothing(self) -> bool:
+        """Whether samples are not read from storage."""
+        return self.space.sample is None or not self.space.sample.bytes
 
     @property
     def is_late(self) -> bool:
@@ -70,18 +75,36 @@ class PlanPricer:
         return time.monotonic() > self.deadline_s
 
     def _price(self, plan: Plan) -> tuple[PricedPlan, StepSeconds]:
-        times = step_times(self.machine, self.model, plan, self.batch)
-        step_s = times.breakdown.total_s
-        microbatch = self.batch / plan.mesh.data / plan.microbatch_count
-        ranks = rank_memory(self.model, plan, microbatch, self.machine.devices[0])
+        times = step_times(self.machine, self.model, plan, self.space.batch)
+        step_s, memory_bytes = self._whole(self.machine, plan, times)
         priced = PricedPlan(
             plan=plan,
             step_s=step_s,
-            memory_bytes=max(sum(kinds.values()) for kinds in ranks),
+            memory_bytes=memory_bytes,
             devices=plan.nodes * self.machine.devices[0].count,
-            node_hours=plan.nodes * step_s * _SAMPLES / self.batch / 3600,
+            node_hours=plan.nodes * step_s * _SAMPLES / self.space.batch / 3600,
         )
         return priced, times
+
+    def _whole(self, machine: Machine, plan: Plan, times: StepSeconds) -> tuple[float, int]:
+        """Return (seconds of a step with its data and its transfers to the host, bytes)."""
+        space = self.space
+        microbatch = space.batch / plan.mesh.data / plan.microbatch_count
+        ranks = rank_memory(self.model, plan, microbatch, machine.devices[0])
+        size = max(sum(kinds.values()) for kinds in ranks)
+        step_s = times.breakdown.total_s
+        if space.sample is not None:
+            step_s += supply(machine, plan, space.batch, space.sample).wait_s(step_s)
+        if space.budget_bytes is not None and size > space.budget_bytes:
+            try:
+                fit = fit_device(
+                    machine, self.model, plan, microbatch, times,
+                    step_s=step_s, budget_bytes=space.budget_bytes,
+                )  # fmt: skip
+            except MemoryExceeded:  # not even with all that can leave on the host
+                return step_s, size
+            step_s, size = fit.step_s, fit.peak_bytes
+        return step_s, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +130,7 @@ class BoundedPlans:
         Raises:
             UsageError: there is none, or the machine lacks a figure.
         """
-        bounds = PlanBounds(machine, model, space.batch)
+        bounds = PlanBounds(machine, model, space)
         plans = list(space.plans(machine, model))
         if not plans:
             nodes = ", ".join(map(str, space.nodes))

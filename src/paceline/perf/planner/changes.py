@@ -5,6 +5,8 @@ bandwidth    of their memory
 memory       its size
 link         bandwidth between the devices of a node
 network      bandwidth between nodes
+storage      bandwidth of all tiers
+loader       samples that a loader process prepares a second: of no machine, see `sample_with`
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from paceline.core.machine import Device, Link, Machine, Quantity
+    from paceline.perf.transformer.supply import SampleCost
 
-FIGURES = ("compute", "bandwidth", "memory", "link", "network")
+FIGURES = ("compute", "bandwidth", "memory", "link", "network", "storage", "loader")
 _CHANGE = re.compile(r"([a-z]+)\s*x\s*([0-9.]+)")
 
 
@@ -63,7 +66,17 @@ def with_changes(machine: Machine, factors: Mapping[str, float]) -> Machine:
     """Return the machine with its figures multiplied; figures that it lacks stay away."""
     devices = tuple(_device(device, factors) for device in machine.devices)
     links = tuple(_link(link, factors) for link in machine.links)
-    return replace(machine, devices=devices, links=links)
+    storage = factors.get("storage", 1.0)
+    tiers = tuple(
+        replace(tier, bandwidth_bytes_per_s=_times(tier.bandwidth_bytes_per_s, storage))
+        for tier in machine.tiers
+    )
+    return replace(machine, devices=devices, links=links, tiers=tiers)
+
+
+def sample_with(sample: SampleCost, factors: Mapping[str, float]) -> SampleCost:
+    """Return what a sample takes with loaders that are so many times as fast."""
+    return replace(sample, seconds=sample.seconds / factors.get("loader", 1.0))
 
 
 def _device(device: Device, factors: Mapping[str, float]) -> Device:

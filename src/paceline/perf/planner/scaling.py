@@ -125,7 +125,10 @@ def scaling_study(
             too_small.append(nodes)
             continue
         best = found.best
-        rate = space.batch / best.step_time_s * best.useful_share
+        fit = best.memory_fit
+        step_s = fit.step_s if fit else best.step_time_s
+        spread = step_s / best.step_time_s
+        rate = space.batch / step_s * best.useful_share
         first = points[0] if points else None
         base = first.samples_per_s / first.nodes if first else rate / nodes
         points.append(
@@ -133,9 +136,9 @@ def scaling_study(
                 nodes=nodes,
                 devices=nodes * machine.devices[0].count,
                 plan=best.plan,
-                step_s=best.step_time_s,
-                low_s=best.low_s,
-                high_s=best.high_s,
+                step_s=step_s,
+                low_s=best.low_s * spread,
+                high_s=best.high_s * spread,
                 samples_per_s=rate,
                 efficiency=rate / nodes / base,
                 node_hours=nodes * 1e6 / rate / 3600,

@@ -58,12 +58,15 @@ def search_plans(
     """
     begin_s = time.monotonic()
     bounded = BoundedPlans.of(space, machine, model)
-    pricer = PlanPricer(machine, model, space.batch, begin_s + budget_s)
+    pricer = PlanPricer(machine, model, space, begin_s + budget_s)
     fitting = np.flatnonzero(bounded.memory_bytes <= pricer.capacity_bytes)
     front, left_out = _front(bounded, fitting, pricer)
     smallest = bounded.plans[int(np.argmin(bounded.memory_bytes))]
     winner = front[0].plan if front else smallest
-    best = estimate_transformer(machine, model, winner, space.batch, risks)
+    best = estimate_transformer(
+        machine, model, winner, space.batch, risks,
+        sample=space.sample, budget_bytes=space.budget_bytes if front else None,
+    )  # fmt: skip
     nodes, change = 0, ""
     if not front and explains:
         nodes, change = cheapest_change(machine, model, space, best)

@@ -10,17 +10,21 @@ Axes, from the outside:
     microbatch   divisors of a replica's batch
     interleave   divisors of a stage's layers, where the microbatches are a multiple of the stages
     schedule     of a pipeline that is not interleaved
-    zero         0 to 3, with replicas
+    zero         0 to 3, with replicas; 0 where gradients are compressed
     recompute    all kinds; ``selective`` where attention is not fused
+
+What changes results or takes other resources has values only on request: `VARIED`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+import itertools
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import UsageError
 from paceline.perf.transformer.options import TransformerOptions, make_plan
+from paceline.perf.transformer.supply import SampleCost
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,6 +40,7 @@ AXES = (
     "tensor", "stages", "context", "sequence_parallel", "microbatch", "interleave", "schedule",
     "zero", "recompute",
 )  # fmt: skip
+VARIED = ("precision", "compression", "loader_workers")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,27 +52,53 @@ class SearchSpace:
         nodes: numbers of nodes to try.
         fixed: fields of `TransformerOptions` that all plans share, with their values; an axis that
             is not among them is varied.
+        varied: fields of `VARIED`, each with the values that are tried.
+        sample: what it takes to load one; None: data are in memory.
+        budget_bytes: of each device; what exceeds it goes over the host link in every step. None:
+            plans that need more than a device has do not fit.
     """
 
     batch: int
     nodes: tuple[int, ...]
     fixed: dict[str, Any]
+    varied: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    sample: SampleCost | None = None
+    budget_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        known = {field.name for field in fields(TransformerOptions)} - {"nodes", "batch"}
-        unknown = sorted(set(self.fixed) - known)
+        known = {known.name for known in fields(TransformerOptions)} - {"nodes", "batch"}
+        unknown = sorted({*(set(self.fixed) - known), *(set(self.varied) - set(VARIED))})
+        twice = sorted(set(self.fixed) & set(self.varied))
+        if twice:
+            raise UsageError(
+                f"'{twice[0]}' is fixed at {self.fixed[twice[0]]} and varied",
+                where="SearchSpace",
+                fix="Fix it, or vary it",
+            )
         if unknown or not self.nodes or min(self.nodes) < 1 or self.batch < 1:
             raise UsageError(
-                f"'{unknown[0]}' is no field of a plan"
+                f"'{unknown[0]}' is no field of a plan that can be fixed or varied"
                 if unknown
                 else "there is nothing to search",
                 where="SearchSpace",
                 fix="Give a batch and numbers of nodes from 1",
             )
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """What is varied: always, and on request."""
+        return (*AXES, *self.varied)
+
     def options(self, machine: Machine, model: Architecture) -> Iterator[TransformerOptions]:
         """Yield the options of each plan."""
-        base = TransformerOptions(batch=self.batch, **self.fixed)
+        for chosen in itertools.product(*self.varied.values()):
+            varied = dict(zip(self.varied, chosen, strict=True))
+            base = TransformerOptions(batch=self.batch, **self.fixed, **varied)
+            yield from self._of_base(machine, model, base)
+
+    def _of_base(
+        self, machine: Machine, model: Architecture, base: TransformerOptions
+    ) -> Iterator[TransformerOptions]:
         for nodes in self.nodes:
             devices = nodes * machine.devices[0].count
             for mesh in self._meshes(model, devices):
@@ -112,7 +143,8 @@ class SearchSpace:
         kinds = (
             ("none", "operators", "full") if fused else ("none", "selective", "operators", "full")
         )
-        zeros = (0, 1, 2, 3) if replicas * chosen.context > 1 else (0,)
+        shares_state = replicas * chosen.context > 1 and chosen.compression == 1
+        zeros = (0, 1, 2, 3) if shares_state else (0,)
         for microbatch in self._values("microbatch", _divisors(share, share)):
             if share % microbatch:
                 continue

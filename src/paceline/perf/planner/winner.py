@@ -30,6 +30,7 @@ _CHANGES = {
     "with links in a node half as fast": {"link": 0.5},
     "with twice the memory": {"memory": 2.0},
     "with half the memory": {"memory": 0.5},
+    "with storage twice as fast": {"storage": 2.0},
 }
 
 
@@ -46,6 +47,9 @@ def axis_value(plan: Plan, axis: str) -> str:
         "schedule": plan.schedule,
         "zero": plan.zero,
         "recompute": plan.recompute,
+        "precision": plan.precision,
+        "compression": f"{plan.compression:g}",
+        "loader_workers": plan.loader_workers,
     }
     return str(values[axis])
 
@@ -60,14 +64,15 @@ def alternatives(
     """
     same_nodes = np.flatnonzero(bounded.nodes == winner.plan.nodes)
     found = []
-    for axis in AXES:
+    axes = pricer.space.axes
+    for axis in axes:
         members: dict[str, list[int]] = {}
         for index in same_nodes.tolist():
             members.setdefault(axis_value(bounded.plans[index], axis), []).append(index)
         members.pop(axis_value(winner.plan, axis), None)
         for value, indices in members.items():
             found.append(_alternative(axis, value, np.array(indices), bounded, pricer, winner))
-    found.sort(key=lambda item: (AXES.index(item.axis), item.slower is None, item.slower or 0.0))
+    found.sort(key=lambda item: (axes.index(item.axis), item.slower is None, item.slower or 0.0))
     return tuple(found)
 
 
@@ -127,9 +132,9 @@ def what_if(pricer: PlanPricer, winner: PricedPlan) -> tuple[WhatIf, ...]:
     found = []
     for words, factors in _CHANGES.items():
         machine = with_changes(pricer.machine, factors)
-        if machine == pricer.machine:
+        if machine == pricer.machine or (pricer.reads_nothing and set(factors) == {"storage"}):
             continue
-        capacity = machine.devices[0].memory_bytes.value
+        capacity = pricer.capacity_bytes * factors.get("memory", 1.0)
         seconds = {
             plan.plan: pricer.step_s_on(machine, plan.plan)
             for plan in fastest
@@ -177,8 +182,8 @@ def _fastest_fitting(
     machine: Machine, model: Architecture, space: SearchSpace
 ) -> tuple[float, int, Plan] | None:
     """Return the (least seconds, least bytes, plan) of the fastest plan that may fit, by bounds."""
-    bounds = PlanBounds(machine, model, space.batch)
-    capacity = machine.devices[0].memory_bytes.value
+    bounds = PlanBounds(machine, model, space)
+    capacity = space.budget_bytes or machine.devices[0].memory_bytes.value
     best: tuple[float, int, Plan] | None = None
     for plan in space.plans(machine, model):
         size = bounds.memory_bytes(plan)

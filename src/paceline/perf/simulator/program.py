@@ -5,6 +5,8 @@
     RECEIVE   waits for one
     LAYERS    meets the ranks that share its layers (tensor and context axes), which exchange
     REPLICAS  meets the replicas of its stage: gradients are reduced, or parameters gathered
+    LOAD      makes the step's batch itself, on the first pipeline rank
+    FETCH     takes the batch that loader processes make beside the step, and waits for it
 
 The order of passes is that of the `PipelineSchedule` that the runtime executes.
 """
@@ -27,12 +29,16 @@ from paceline.perf.transformer.step import (
     stage_passes,
     step_times,
 )
+from paceline.perf.transformer.supply import supply
 from paceline.schedules.pipeline import PipelineAction, StageCosts
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from paceline.core.machine import Machine
     from paceline.core.plan import Plan
     from paceline.perf.transformer.architecture import Architecture
+    from paceline.perf.transformer.supply import SampleCost, Supply
 
 
 # Of a collective whose bytes are all hidden: that all ranks are there takes a message's latency.
@@ -47,6 +53,8 @@ class OperationKind(IntEnum):
     RECEIVE = 2
     LAYERS = 3
     REPLICAS = 4
+    LOAD = 5
+    FETCH = 6
 
 
 class RankOperation(NamedTuple):
@@ -54,9 +62,10 @@ class RankOperation(NamedTuple):
 
     Attributes:
         kind: what it does.
-        seconds: of compute, of the message, or of the collective once all are there.
+        seconds: of compute, of the message, of the collective once all are there, or of making a
+            batch.
         action: of the pipeline that it belongs to; of a message the one that made it. None: of the
-            optimizer, or of the reduction of gradients.
+            optimizer, of the reduction of gradients, or of loading.
         peer: pipeline rank of the other side of a message; -1 for none.
     """
 
@@ -75,9 +84,20 @@ class _Passes:
 
 
 def step_programs(
-    machine: Machine, model: Architecture, plan: Plan, batch: int
+    machine: Machine,
+    model: Architecture,
+    plan: Plan,
+    batch: int,
+    sample: SampleCost | None = None,
 ) -> tuple[tuple[RankOperation, ...], ...]:
     """Return what each pipeline rank does in a step.
+
+    Args:
+        machine: with peaks, memory bandwidth and links.
+        model: to train.
+        plan: how it is spread.
+        batch: samples of a step over all replicas.
+        sample: what it takes to load one; None: data are in memory.
 
     Raises:
         UsageError: the plan does not fit the model or the machine.
@@ -103,10 +123,20 @@ def step_programs(
     programs = []
     for rank, actions in enumerate(schedule.actions):
         operations: list[RankOperation] = []
+        if rank == 0 and sample is not None:
+            operations += _loading(supply(machine, plan, batch, sample))
         for action in actions:
             operations += _operations(plan, action, rank, schedule.stages, passes, boundaries_s)
         programs.append((*operations, *ends))
     return tuple(programs)
+
+
+def _loading(found: Supply) -> Iterator[RankOperation]:
+    """Yield how a replica's first rank gets its batch."""
+    if found.runs_beside:
+        yield RankOperation(OperationKind.FETCH, max(found.prepare_s, found.read_s))
+    elif found.prepare_s or found.read_s:
+        yield RankOperation(OperationKind.LOAD, found.prepare_s + found.read_s)
 
 
 def _passes(

@@ -99,6 +99,9 @@ class _RankEvents:
             at += 1
         happening = happenings[at]
         action = happening.operation.action
+        if happening.operation.kind in (OperationKind.LOAD, OperationKind.FETCH):
+            self._write_input(happening)
+            return at + 1
         if happening.operation.kind == OperationKind.COMPUTE:
             self._computed_s += happening.end_s - happening.begin_s
         if happening.operation.kind == OperationKind.SEND:
@@ -117,6 +120,12 @@ class _RankEvents:
             end_s = inner.end_s
         self._write_action(action, (begin_s, end_s), happening.step)
         return at
+
+    def _write_input(self, happening: Happening) -> None:
+        """Write the loading of a batch, in which the rank computes if it does that itself."""
+        if happening.operation.kind == OperationKind.LOAD:
+            self._computed_s += happening.end_s - happening.begin_s
+        self._record(Kind.INPUT, "input", happening.step, (happening.begin_s, happening.end_s))
 
     @property
     def _is_pipeline(self) -> bool:

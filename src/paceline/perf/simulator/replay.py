@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-_COMPUTE, _SEND, _RECEIVE, _LAYERS, _REPLICAS = OperationKind
+_COMPUTE, _SEND, _RECEIVE, _LAYERS, _REPLICAS, _LOAD, _FETCH = OperationKind
 _DRAWN_AT_ONCE = 4096
 
 
@@ -85,6 +85,7 @@ class RankReplay:
     _clock: list[float] = field(init=False)
     _at: list[int] = field(init=False)
     _step: list[int] = field(init=False)
+    _loaded_s: list[float] = field(init=False)  # when each actor's next batch is made
     _factor: list[float] = field(init=False)
     _outages: list[tuple[tuple[float, float], ...]] = field(init=False)
     _arrivals: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
@@ -97,6 +98,7 @@ class RankReplay:
     def __post_init__(self) -> None:
         count = len(self.actors.ranks)
         self._clock, self._at, self._step = [0.0] * count, [0] * count, [0] * count
+        self._loaded_s = [0.0] * count
         self._factor = [self.disturbances.factor_of(rank) for rank in self.actors.ranks]
         self._outages = [self.disturbances.outages_of(rank) for rank in self.actors.ranks]
         self._ready = deque(range(count))
@@ -146,11 +148,13 @@ class RankReplay:
                     break
             operation = program[at]
             kind = operation.kind
-            if kind == _COMPUTE:
+            if kind in (_COMPUTE, _LOAD):
                 end_s = now_s + operation.seconds * factor * next(jitter)
                 if self.records:
                     self._record(actor, operation, now_s, now_s, end_s)
                 now_s = end_s
+            elif kind == _FETCH:
+                now_s = self._fetch(actor, operation, now_s)
             elif kind == _SEND:
                 self._send(actor, operation, now_s)
             elif kind == _RECEIVE:
@@ -172,6 +176,17 @@ class RankReplay:
                 now_s = met_s
             at += 1
         self._at[actor], self._clock[actor] = at, now_s
+
+    def _fetch(self, actor: int, operation: RankOperation, now_s: float) -> float:
+        """Return when the actor has its batch; the loaders then have room to begin another one.
+
+        They are a batch ahead: the first one is there when the first step begins.
+        """
+        end_s = max(now_s, self._loaded_s[actor])
+        if self.records:
+            self._record(actor, operation, now_s, end_s, end_s)
+        self._loaded_s[actor] = max(now_s, self._loaded_s[actor]) + operation.seconds
+        return end_s
 
     def _send(self, actor: int, operation: RankOperation, now_s: float) -> None:
         peer = self.actors.peers[actor][operation.peer]

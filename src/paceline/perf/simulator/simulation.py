@@ -21,6 +21,7 @@ from paceline.perf.simulator.replay import Happening, RankReplay
 if TYPE_CHECKING:
     from paceline.core.machine import Machine
     from paceline.perf.transformer.architecture import Architecture
+    from paceline.perf.transformer.supply import SampleCost
 
 ReplayChoice = Literal["class", "rank"]
 
@@ -55,13 +56,14 @@ class StepSimulation:
         return self.plan.mesh.world_size
 
 
-def simulate(
+def simulate(  # noqa: PLR0913  # keywords, of which callers give few
     machine: Machine,
     model: Architecture,
     plan: Plan,
     batch: int,
     disturbances: Disturbances | None = None,
     *,
+    sample: SampleCost | None = None,
     steps: int = 1,
     by: ReplayChoice = "class",
     records: bool = False,
@@ -74,6 +76,7 @@ def simulate(
         plan: how it is spread.
         batch: samples of a step over all replicas.
         disturbances: what goes wrong; None: nothing.
+        sample: what it takes to load one; None: data are in memory.
         steps: how many.
         by: ``class``: one rank for all that do the same; ``rank``: all of them.
         records: keep what each rank did, for `write_run`.
@@ -99,7 +102,7 @@ def simulate(
         )
     if steps < 1:
         raise UsageError("there is no step to simulate", where="simulate", fix="Give 1 or more")
-    programs = step_programs(machine, model, plan, batch)
+    programs = step_programs(machine, model, plan, batch, sample)
     actors = rank_classes(plan.mesh, disturbances) if by == "class" else all_ranks(plan.mesh)
     found = RankReplay(actors, programs, disturbances, steps, records).run()
     return StepSimulation(

@@ -91,7 +91,7 @@ def fit_device(
         MemoryExceeded: no plan fits; the error has the smallest budget that one fits.
         UsageError: the machine has no link to its hosts' memory.
     """
-    rate, source = _host_rate(machine)
+    rate, source = host_rate(machine)
     ranks = _ranks(machine, model, plan, microbatch)
     least = max(rank.total_bytes - rank.activations - rank.optimizer for rank in ranks)
     if least > budget_bytes:
@@ -135,7 +135,7 @@ def _kinds(rank: _Rank, spill: _Spill) -> dict[str, dict[str, int]]:
     return found
 
 
-def _host_rate(machine: Machine) -> tuple[float, str]:
+def host_rate(machine: Machine) -> tuple[float, str]:
     """Return bytes a second between a device and its host's memory, and where that is from."""
     link = machine.link(HOST)
     if link is None:
