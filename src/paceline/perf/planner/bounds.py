@@ -82,12 +82,8 @@ class PlanBounds:
         window_s = first * backward_s + (costs.output_backward_s if mesh.pipeline == 1 else 0.0)
         after = after_passes(plan, parameters, window_s, rates, network, replicas)
         step_s = pipeline_s + after.total_s
-        budget = self._space.budget_bytes
-        if budget is not None:
-            step_s += max(
-                max(0.0, sum(kinds.values()) - budget - kinds["activations"]) / self._host_rate
-                for kinds in self._memory(plan)
-            )
+        pass_s = first * costs.layer_forward_s + costs.output_forward_s
+        step_s += self._least_exposed_s(plan, (first, last), pass_s)
         sample = self._space.sample
         if sample is not None:
             step_s += supply(self._machine, plan, self._space.batch, sample).wait_s(step_s)
@@ -103,6 +99,25 @@ class PlanBounds:
                 size = max(budget, size - kinds["activations"] - kinds["optimizer"])
             found.append(size)
         return max(found)
+
+    def _least_exposed_s(self, plan: Plan, layers: tuple[int, int], pass_s: float) -> float:
+        """Return seconds that a budget adds at least on the first or the last rank.
+
+        Args:
+            plan: with bytes beyond the budget or not.
+            layers: of the two ranks.
+            pass_s: the longest forward pass of a rank. It hides so many bytes of its activations as
+                the link moves meanwhile; any other byte crosses the link once or more by itself.
+        """
+        budget = self._space.budget_bytes
+        if budget is None:
+            return 0.0
+        saved = self._layer(plan)[1][0]
+        exposed = [0.0]
+        for kinds, count in zip(self._memory(plan), layers, strict=True):
+            hidden = min(1.0, self._host_rate * pass_s / (count * saved)) if count else 1.0
+            exposed.append(sum(kinds.values()) - budget - hidden * kinds["activations"])
+        return max(exposed) / self._host_rate if self._host_rate else 0.0
 
     def _memory(self, plan: Plan) -> tuple[dict[str, int], ...]:
         """Return the bytes of the first and the last rank, by kind."""
