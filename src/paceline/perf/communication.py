@@ -67,15 +67,33 @@ def make_buckets(
 
 
 def all_reduce_s(
-    cost: CollectiveCost, bytes_: float, ranks: int, added_s_per_byte: float = 0.0
+    cost: CollectiveCost,
+    bytes_: float,
+    ranks: int,
+    added_s_per_byte: float = 0.0,
+    *,
+    after_compute: bool = False,
 ) -> tuple[float, float]:
-    """Return the two terms of an all-reduce: seconds of latency and of moving bytes."""
+    """Return the two terms of an all-reduce: seconds of latency and of moving bytes.
+
+    Args:
+        cost: measured cost of the bare collective.
+        bytes_: that each rank gives to the call.
+        ranks: number of ranks that take part.
+        added_s_per_byte: by the framework.
+        after_compute: whether ranks come to it from computing, as in training.
+    """
     if ranks == 1:
         return 0.0, 0.0
-    latency_s = cost.seconds_at(0)
-    move_s = cost.seconds_at(bytes_) - latency_s + bytes_ * added_s_per_byte
-    share, measured_share = (ranks - 1) / ranks, (cost.ranks - 1) / cost.ranks
-    return latency_s * (ranks - 1) / (cost.ranks - 1), move_s * share / measured_share
+    seconds_at = cost.after_compute_at if after_compute else cost.seconds_at
+    latency_s = seconds_at(0)
+    move_s = seconds_at(bytes_) - latency_s + bytes_ * added_s_per_byte
+    return latency_s * (ranks - 1) / (cost.ranks - 1), move_s * _ring_share(cost, ranks)
+
+
+def _ring_share(cost: CollectiveCost, ranks: int) -> float:
+    """Return bytes that a rank sends in a ring of `ranks`, over those of the measured ring."""
+    return ((ranks - 1) / ranks) / ((cost.ranks - 1) / cost.ranks)
 
 
 def broadcast_s(
@@ -116,11 +134,17 @@ def exposed_s(
 
     Buckets are reduced one after the other, each when it is ready. The computation of later
     gradients hides latency. It does not hide the time of moving bytes if the CPU that computes also
-    moves them (`cpu_moves`: ranks of one node over a socket): that delays the backward pass.
+    moves them (`cpu_moves`: ranks of one node over a socket): that delays the backward pass, by
+    what the probe measured beside computing, or else by all but the latency.
     """
     lane_s = stolen_s = 0.0
     for bucket in buckets:
-        latency_s, move_s = all_reduce_s(cost, bucket.bytes, ranks, added_s_per_byte)
+        latency_s, move_s = all_reduce_s(
+            cost, bucket.bytes, ranks, added_s_per_byte, after_compute=True
+        )
         lane_s = max(lane_s, bucket.ready_s + stolen_s) + latency_s + move_s
+        beside_s = cost.beside_compute_at(bucket.bytes)
+        if beside_s is not None:
+            move_s = beside_s * _ring_share(cost, ranks) + bucket.bytes * added_s_per_byte
         stolen_s += move_s if cpu_moves else 0.0
     return max(lane_s, backward_s + stolen_s) - backward_s

@@ -180,7 +180,8 @@ def _communication_s(
     is_own = plan.engine in OWN_ENGINES
     if is_own and plan.nodes == 1:
         size = sum(size for size, _ in compute.gradients)
-        return sum(all_reduce_s(_collective(machine, "all_reduce", plan), size, ranks)), 0.0
+        cost = _collective(machine, "all_reduce", plan)
+        return sum(all_reduce_s(cost, size, ranks, after_compute=True)), 0.0
     buckets = make_buckets(
         compute.gradients,
         bucket_bytes=plan.bucket_bytes,

@@ -118,7 +118,14 @@ def scale_collectives(
         dataclasses.replace(
             cost,
             points=tuple(
-                CollectivePoint(bytes=point.bytes, seconds=_scaled(point.seconds, factor, interval))
+                CollectivePoint(
+                    bytes=point.bytes,
+                    seconds=_scaled(point.seconds, factor, interval),
+                    after_compute=point.after_compute
+                    and _scaled(point.after_compute, factor, interval),
+                    beside_compute=point.beside_compute
+                    and _scaled(point.beside_compute, factor, interval),
+                )
                 for point in cost.points
             ),
         )
