@@ -467,18 +467,20 @@ def test_communication_hides_behind_the_backward_pass_unless_the_cpu_moves_it():
     assert exposed_s([], 1.0, COST, 2, cpu_moves=True) == 0.0
 
 
-def test_what_was_measured_beside_computing_is_what_the_backward_pass_loses():
+def test_the_backward_pass_loses_the_cpu_time_of_a_collective_and_no_more():
     """Stalls of gloo's threads were taken for work that no computing hides."""
-    point = CollectivePoint(bytes=float(MIB), seconds=sheet(3e-3), after_compute=sheet(2e-3),
-                            beside_compute=sheet(5e-4))  # fmt: skip
-    cost = dataclasses.replace(curve((1.0, 1e-3)), points=(*curve((1.0, 1e-3)).points, point))
+    points = (
+        CollectivePoint(bytes=1.0, seconds=sheet(1e-3), cpu_seconds=sheet(0.0)),
+        CollectivePoint(bytes=float(MIB), seconds=sheet(3e-3), cpu_seconds=sheet(5e-4)),
+    )
+    cost = dataclasses.replace(curve((1.0, 1e-3)), points=points)
     early, late = Bucket(bytes=MIB, ready_s=0.0), Bucket(bytes=MIB, ready_s=1.0)
     assert exposed_s([early], 1.0, cost, 2, cpu_moves=True) == pytest.approx(5e-4)
+    assert exposed_s([early], 1.0, cost, 2, cpu_moves=True, per_core=2) == pytest.approx(1e-3)
     assert exposed_s([early], 1.0, cost, 2, cpu_moves=False) == pytest.approx(0.0)
-    assert exposed_s([late], 1.0, cost, 2, cpu_moves=False) == pytest.approx(2e-3)
+    assert exposed_s([late], 1.0, cost, 2, cpu_moves=False) == pytest.approx(3e-3)
     both = exposed_s([early, late], 1.0, cost, 2, cpu_moves=True)
-    assert both == pytest.approx(5e-4 + 2e-3)
-    assert sum(all_reduce_s(cost, MIB, 2)) == pytest.approx(3e-3)
+    assert both == pytest.approx(5e-4 + 1e-3 + 5e-4)
 
 
 @given(st.lists(st.tuples(st.integers(1, MIB), st.floats(0, 1)), max_size=8), st.integers(2, 64))

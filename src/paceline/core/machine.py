@@ -374,17 +374,13 @@ class CollectivePoint(Record):
 
     Attributes:
         bytes: of the tensor that one rank passes to the call.
-        seconds: from the last rank's call to its end, call after call.
-        after_compute: by which computing and a call after it take longer than computing: caches are
-            cold, threads have to be woken, and ranks arrive apart. None: not measured.
-        beside_compute: by which computing takes longer when a call runs beside it. None: not
-            measured.
+        seconds: from the last rank's call to its end.
+        cpu_seconds: that the threads of one rank use a core for a call; None: not measured.
     """
 
     bytes: float
     seconds: Quantity
-    after_compute: Quantity | None = None
-    beside_compute: Quantity | None = None
+    cpu_seconds: Quantity | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -440,17 +436,10 @@ class CollectiveCost(Record):
         points = [(point.bytes, point.seconds.value) for point in self.points]
         return interpolated(points, size_bytes)
 
-    def after_compute_at(self, size_bytes: float) -> float:
-        """Return the seconds of a call that follows computing, or else those of `seconds_at`."""
-        points = [
-            (point.bytes, (point.after_compute or point.seconds).value) for point in self.points
-        ]
-        return interpolated(points, size_bytes)
-
-    def beside_compute_at(self, size_bytes: float) -> float | None:
-        """Return the seconds that a call adds to computing beside it; None: not measured."""
-        points = [(point.bytes, point.beside_compute.value) for point in self.points
-                  if point.beside_compute is not None]  # fmt: skip
+    def cpu_seconds_at(self, size_bytes: float) -> float | None:
+        """Return the seconds for which a call uses a core of each rank; None: not measured."""
+        points = [(point.bytes, point.cpu_seconds.value) for point in self.points
+                  if point.cpu_seconds is not None]  # fmt: skip
         return interpolated(points, size_bytes) if points else None
 
 

@@ -67,27 +67,13 @@ def make_buckets(
 
 
 def all_reduce_s(
-    cost: CollectiveCost,
-    bytes_: float,
-    ranks: int,
-    added_s_per_byte: float = 0.0,
-    *,
-    after_compute: bool = False,
+    cost: CollectiveCost, bytes_: float, ranks: int, added_s_per_byte: float = 0.0
 ) -> tuple[float, float]:
-    """Return the two terms of an all-reduce: seconds of latency and of moving bytes.
-
-    Args:
-        cost: measured cost of the bare collective.
-        bytes_: that each rank gives to the call.
-        ranks: number of ranks that take part.
-        added_s_per_byte: by the framework.
-        after_compute: whether ranks come to it from computing, as in training.
-    """
+    """Return the two terms of an all-reduce: seconds of latency and of moving bytes."""
     if ranks == 1:
         return 0.0, 0.0
-    seconds_at = cost.after_compute_at if after_compute else cost.seconds_at
-    latency_s = seconds_at(0)
-    move_s = seconds_at(bytes_) - latency_s + bytes_ * added_s_per_byte
+    latency_s = cost.seconds_at(0)
+    move_s = cost.seconds_at(bytes_) - latency_s + bytes_ * added_s_per_byte
     return latency_s * (ranks - 1) / (cost.ranks - 1), move_s * _ring_share(cost, ranks)
 
 
@@ -129,22 +115,24 @@ def exposed_s(
     *,
     added_s_per_byte: float = 0.0,
     cpu_moves: bool,
+    per_core: float = 1.0,
 ) -> float:
     """Return seconds by which communication makes the backward pass longer.
 
     Buckets are reduced one after the other, each when it is ready. The computation of later
-    gradients hides latency. It does not hide the time of moving bytes if the CPU that computes also
-    moves them (`cpu_moves`: ranks of one node over a socket): that delays the backward pass, by
-    what the probe measured beside computing, or else by all but the latency.
+    gradients hides latency. It does not hide the time for which the CPU that computes also moves
+    bytes (`cpu_moves`: ranks of one node over a socket): that delays the backward pass. It is the
+    CPU time of a call where the probe measured that, or else all but the latency: threads of gloo
+    wait for each other for milliseconds, in which the backward pass goes on. `per_core` ranks share
+    a core.
     """
     lane_s = stolen_s = 0.0
     for bucket in buckets:
-        latency_s, move_s = all_reduce_s(
-            cost, bucket.bytes, ranks, added_s_per_byte, after_compute=True
-        )
+        latency_s, move_s = all_reduce_s(cost, bucket.bytes, ranks, added_s_per_byte)
+        cpu_s = cost.cpu_seconds_at(bucket.bytes) if cpu_moves else None
+        if cpu_s is not None:
+            move_s = cpu_s * _ring_share(cost, ranks) + bucket.bytes * added_s_per_byte
+            move_s *= per_core
         lane_s = max(lane_s, bucket.ready_s + stolen_s) + latency_s + move_s
-        beside_s = cost.beside_compute_at(bucket.bytes)
-        if beside_s is not None:
-            move_s = beside_s * _ring_share(cost, ranks) + bucket.bytes * added_s_per_byte
         stolen_s += move_s if cpu_moves else 0.0
     return max(lane_s, backward_s + stolen_s) - backward_s

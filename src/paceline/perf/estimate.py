@@ -180,8 +180,7 @@ def _communication_s(
     is_own = plan.engine in OWN_ENGINES
     if is_own and plan.nodes == 1:
         size = sum(size for size, _ in compute.gradients)
-        cost = _collective(machine, "all_reduce", plan)
-        return sum(all_reduce_s(cost, size, ranks, after_compute=True)), 0.0
+        return sum(all_reduce_s(_collective(machine, "all_reduce", plan), size, ranks)), 0.0
     buckets = make_buckets(
         compute.gradients,
         bucket_bytes=plan.bucket_bytes,
@@ -196,6 +195,7 @@ def _communication_s(
         if is_own
         else costs.framework_overhead_s("ddp", "reduction", "backward"),
         cpu_moves=plan.ranks_per_node > 1,
+        per_core=oversubscription_factor(machine.devices[0], plan),
     )
     if is_own or not workload.buffer_bytes:
         return transfer_s, 0.0

@@ -121,10 +121,7 @@ def scale_collectives(
                 CollectivePoint(
                     bytes=point.bytes,
                     seconds=_scaled(point.seconds, factor, interval),
-                    after_compute=point.after_compute
-                    and _scaled(point.after_compute, factor, interval),
-                    beside_compute=point.beside_compute
-                    and _scaled(point.beside_compute, factor, interval),
+                    cpu_seconds=point.cpu_seconds and _scaled(point.cpu_seconds, factor, interval),
                 )
                 for point in cost.points
             ),

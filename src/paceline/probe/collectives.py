@@ -1,10 +1,8 @@
 """Measures collectives between ranks of this host, by library. Imports torch.
 
 Over gloo and, where the ranks share memory, over the backend ``paceline``. A collective is measured
-at several sizes, which become the curve of a CollectiveCost; an all-reduce also after computing and
-beside it, as in training: calls of gloo in a row, and calls of ranks that compute meanwhile, differ
-by milliseconds both ways, since its threads and those that compute share cores. Every figure is an
-array: the value over all rounds first, then that of each round alone (`figures`).
+at several sizes, which become the curve of a CollectiveCost. Every figure is an array: the value
+over all rounds first, then that of each round alone (`figures`).
 """
 
 from __future__ import annotations
@@ -18,18 +16,14 @@ import torch
 import torch.distributed as dist
 
 from paceline.collectives.registration import NAME, register
-from paceline.core.machine import CollectiveCost, CollectivePoint, Quantity
-from paceline.probe.figures import ROUNDS, probed, typical_by_round
+from paceline.core.machine import CollectiveCost, CollectivePoint
+from paceline.probe.figures import ROUNDS, mean_by_round, probed, typical_by_round
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 SIZES_BYTES = (4, 4 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20)
 LARGE_BYTES = 4 << 20  # beyond, half as many calls
-COMPUTE_S = 0.008  # beside a call of up to HIDDEN_BYTES, which it hides; times as many beyond
-HIDDEN_BYTES = 2 << 20
-MATRIX = 128
-ALONE, AFTER, BESIDE = range(3)
 CALLS = 16  # all ranks must make the same number of calls: no budget of time decides
 
 # torch 2.13 has new names, and warns of the old ones.
@@ -70,15 +64,12 @@ def measure_collectives(
     The bytes of a point are those that each rank gives to the call.
     """
     costs = []
-    compute = Compute.calibrated()
     for name in operations:
         figures = [_seconds(name, size, library.group, quick=quick) for size in SIZES_BYTES]
         ranks = dist.get_world_size(library.group)
-        training: list[dict[str, Quantity]] = [{}] * len(SIZES_BYTES)
-        if name == "all_reduce":
-            training = _in_training(compute, library.group, quick=quick)
         # More bytes never take less time: what looks so is noise.
-        seconds = np.maximum.accumulate(np.asarray(figures), axis=0) / calls_per_run(name, ranks)
+        rising = np.maximum.accumulate(np.asarray(figures), axis=0) / calls_per_run(name, ranks)
+        seconds, cpu_seconds = rising[:, 0], rising[:, 1]
         costs.append(
             CollectiveCost(
                 backend=library.backend,
@@ -86,93 +77,37 @@ def measure_collectives(
                 ranks=ranks,
                 level=library.level,
                 points=tuple(
-                    CollectivePoint(bytes=float(size), seconds=probed(row), **more)
-                    for size, row, more in zip(SIZES_BYTES, seconds, training, strict=True)
+                    CollectivePoint(
+                        bytes=float(size), seconds=probed(row), cpu_seconds=probed(cpu_row)
+                    )
+                    for size, row, cpu_row in zip(SIZES_BYTES, seconds, cpu_seconds, strict=True)
                 ),
             )
         )
     return tuple(costs)
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
-    """Products of small matrices, which fit the cache; every rank makes as many."""
+def _seconds(
+    name: str, size_bytes: int, group: Any, *, quick: bool
+) -> tuple[list[float], list[float]]:
+    """Return seconds and CPU seconds of an operation; CPU seconds are means.
 
-    matrix: torch.Tensor
-    products: int
-
-    @classmethod
-    def calibrated(cls) -> Compute:
-        """Return computing that takes `COMPUTE_S` on the slowest rank; all ranks call this."""
-        matrix = torch.eye(MATRIX)
-        one = cls(matrix, 20)
-        one.run(1)
-        begin = time.perf_counter()
-        one.run(1)
-        counts = torch.tensor([max(1, int(20 * COMPUTE_S / (time.perf_counter() - begin)))])
-        dist.all_reduce(counts, dist.ReduceOp.MIN)
-        return cls(matrix, int(counts))
-
-    def run(self, times: int) -> None:
-        """Compute `times` as long as was calibrated."""
-        for _ in range(times * self.products):
-            torch.mm(self.matrix, self.matrix)
-
-
-def _in_training(compute: Compute, group: Any, *, quick: bool) -> list[dict[str, Quantity]]:
-    """Return for each size what an all-reduce adds to computing, before it and beside it."""
-    found = [_added_s(size, compute, group, quick=quick) for size in SIZES_BYTES]
-    # More bytes never take less time, nor less than none.
-    after, beside = np.maximum.accumulate(np.maximum(0.0, np.asarray(found)), axis=0).swapaxes(0, 1)
-    return [
-        {"after_compute": probed(late), "beside_compute": probed(early)}
-        for late, early in zip(after, beside, strict=True)
-    ]
-
-
-def _added_s(
-    size_bytes: int, compute: Compute, group: Any, *, quick: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return by how much a call after computing, and one beside it, make a step longer.
-
-    A step is as long as on its slowest rank. The three kinds of steps alternate.
+    Threads of gloo that wait for each other either use a core meanwhile or not: a few calls take
+    several times as much as the others, so that the median of CPU seconds says little.
     """
-    calls = _calls(size_bytes, quick=quick)
-    times = 1 if size_bytes <= HIDDEN_BYTES else 1 + size_bytes // HIDDEN_BYTES
-    data = torch.zeros(size_bytes // 4)
-    samples = torch.zeros(3, calls, dtype=torch.float64)
-    for call in range(calls):
-        for kind in range(3):
-            dist.barrier()
-            begin = time.perf_counter()
-            work = dist.all_reduce(data, group=group, async_op=True) if kind == BESIDE else None
-            compute.run(times)
-            if kind == AFTER:
-                work = dist.all_reduce(data, group=group, async_op=True)
-            if work is not None:
-                work.wait()
-            samples[kind, call] = time.perf_counter() - begin
-    dist.all_reduce(samples, dist.ReduceOp.MAX)
-    alone, after, beside = (np.asarray(typical_by_round(row.tolist())) for row in samples)
-    return after - alone, beside - alone
-
-
-def _seconds(name: str, size_bytes: int, group: Any, *, quick: bool) -> list[float]:
-    calls = _calls(size_bytes, quick=quick)
+    calls = CALLS // 2 if quick else CALLS
+    if size_bytes > LARGE_BYTES:
+        calls = max(ROUNDS, calls // 2)
     data = torch.zeros(size_bytes // 4)
     dist.barrier()
     run_operation(name, data, group)
-    samples = []
+    samples, cpu_samples = [], []
     for _ in range(calls):
-        begin = time.perf_counter()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         run_operation(name, data, group)
         samples.append(time.perf_counter() - begin)
-    return typical_by_round(samples)
-
-
-def _calls(size_bytes: int, *, quick: bool) -> int:
-    calls = CALLS // 2 if quick else CALLS
-    return max(ROUNDS, calls // 2) if size_bytes > LARGE_BYTES else calls
+        cpu_samples.append(time.process_time() - cpu_begin)
+    return typical_by_round(samples), mean_by_round(cpu_samples)
 
 
 def run_operation(name: str, data: torch.Tensor, group: Any) -> Any:

@@ -35,11 +35,23 @@ def typical_by_round(samples: Sequence[float]) -> list[float]:
     >>> typical_by_round([3.0, 1.0, 2.0])
     [2.0, 3.0, 1.0, 2.0]
     """
+    return [typical_s(samples), *map(typical_s, _rounds(samples))]
+
+
+def mean_by_round(samples: Sequence[float]) -> list[float]:
+    """Return the mean of all samples, then of each of `ROUNDS` consecutive parts of them.
+
+    >>> mean_by_round([3.0, 1.0, 2.0])
+    [2.0, 3.0, 1.0, 2.0]
+    """
+    return [statistics.fmean(samples), *map(statistics.fmean, _rounds(samples))]
+
+
+def _rounds(samples: Sequence[float]) -> list[Sequence[float]]:
     count = len(samples)
     assert count >= ROUNDS
     edges = [count * i // ROUNDS for i in range(ROUNDS + 1)]
-    parts = [samples[begin:end] for begin, end in itertools.pairwise(edges)]
-    return [typical_s(samples), *map(typical_s, parts)]
+    return [samples[begin:end] for begin, end in itertools.pairwise(edges)]
 
 
 def probed(figures: Iterable[float]) -> Quantity:
