@@ -163,6 +163,10 @@ class Plan(Record):
         stages = self.mesh.pipeline
         return self.microbatches or (MICROBATCHES_PER_STAGE * stages if stages > 1 else 1)
 
+    def microbatch_samples(self, batch: int) -> float:
+        """Return the samples of a microbatch, of a step of `batch` samples over all replicas."""
+        return batch / self.mesh.data / self.microbatch_count
+
     @property
     def ranks_per_node(self) -> int:
         """Ranks that share a node, rounded up."""

@@ -129,13 +129,18 @@ class PlanBounds:
         ):
             parameters = parameters_of_rank(self._model, plan, rank, layers)
             found.append(
-                memory_of_rank(self._model, plan, self._microbatch(plan), self._device, rank,
-                               parameters, live, activations)
-            )  # fmt: skip
+                memory_of_rank(
+                    self._model,
+                    plan,
+                    plan.microbatch_samples(self._space.batch),
+                    self._device,
+                    rank,
+                    parameters,
+                    live,
+                    activations,
+                )
+            )
         return tuple(found)
-
-    def _microbatch(self, plan: Plan) -> float:
-        return self._space.batch / plan.mesh.data / plan.microbatch_count
 
     def _network(self, plan: Plan) -> Network:
         if plan.nodes not in self._networks:
@@ -150,7 +155,7 @@ class PlanBounds:
 
     def _layer(self, plan: Plan) -> tuple[MicrobatchCosts, tuple[float, float]]:
         """Return a microbatch's costs and a layer's activations: of plans that agree in these."""
-        microbatch = self._microbatch(plan)
+        microbatch = plan.microbatch_samples(self._space.batch)
         key = (plan.mesh.tensor, plan.mesh.context, microbatch, plan.recompute, plan.precision,
                plan.sequence_parallel, plan.fused_attention, plan.compiled, plan.balanced_context,
                plan.overlap_tensor, plan.nodes)  # fmt: skip

@@ -89,7 +89,7 @@ class PlanPricer:
     def _whole(self, machine: Machine, plan: Plan, times: StepSeconds) -> tuple[float, int]:
         """Return (seconds of a step with its data and its transfers to the host, bytes)."""
         space = self.space
-        microbatch = space.batch / plan.mesh.data / plan.microbatch_count
+        microbatch = plan.microbatch_samples(space.batch)
         ranks = rank_memory(self.model, plan, microbatch, machine.devices[0])
         size = max(sum(kinds.values()) for kinds in ranks)
         step_s = times.breakdown.total_s

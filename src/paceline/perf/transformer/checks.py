@@ -55,4 +55,4 @@ def check(machine: Machine, model: Architecture, plan: Plan, batch: int) -> floa
             why="a residual is kept of each gradient as a whole",
             fix="Plan with --zero 0, or leave --compression out",
         )
-    return batch / mesh.data / plan.microbatch_count
+    return plan.microbatch_samples(batch)
