@@ -35,6 +35,7 @@ from paceline.schedules import (
     two_level_leader,
     two_level_sharded,
 )
+from paceline.schedules.choice import squarest_rows
 from paceline.schedules.schedule import Operation
 
 A, B, GAMMA = 10e-6, 1e-9, 0.2e-9  # seconds a message, a byte, a reduced byte
@@ -306,6 +307,32 @@ def test_the_choice_goes_from_few_messages_to_few_bytes():
     first, *_, last = fastest("all_reduce", two_levels(groups_of(16, 4)), SIZES)
     assert first.steps < last.steps
     assert last.algorithm.startswith("two-level-sharded")
+
+
+@pytest.mark.parametrize("operation", get_args(Operation))
+@pytest.mark.parametrize("hosts", [groups_of(12, 4), groups_of(13, 4), groups_of(24, 2), ((0,),)])
+def test_a_limit_leaves_out_what_has_more_transfers_and_keeps_the_smallest(operation, hosts):
+    every = [(s.algorithm, s.chunks) for s in candidates(operation, hosts)]
+    smallest = candidates(operation, hosts, most_transfers=0)
+    assert smallest
+    for most in (200, 1000, 10**9):
+        found = candidates(operation, hosts, most_transfers=most)
+        assert {(s.algorithm, s.chunks) for s in smallest + found} <= set(every)
+        assert max(len(s.transfers) for s in found) <= most
+    assert [(s.algorithm, s.chunks) for s in found] == every
+
+
+def test_a_torus_may_have_rows_of_several_hosts():
+    hosts = groups_of(64, 2)
+    rows = squarest_rows(hosts)
+    assert [len(row) for row in rows] == [8] * 8
+    assert [rank for row in rows for rank in row] == list(range(64))
+    found = {s.algorithm for s in candidates("all_reduce", hosts)}
+    assert {"torus-32x2", "torus-8x8"} <= found
+    for size in (1, 3, 7):
+        prime = groups_of(7 * size, size)
+        assert squarest_rows(prime) in (prime, (tuple(range(7 * size)),))
+    check(next(s for s in candidates("all_reduce", hosts) if s.algorithm == "torus-8x8"))
 
 
 def test_one_rank_takes_no_time():

@@ -19,10 +19,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from paceline.core.plan import OWN_ENGINES
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.core.machine import CollectiveCost
+    from paceline.core.plan import CollectivesChoice, Plan
 
 MODELLED = ("all_reduce", "broadcast")  # operations with a formula: what data parallelism calls
 
@@ -64,6 +67,12 @@ def make_buckets(
     if size:
         buckets.append(Bucket(bytes=size, ready_s=ready_s))
     return buckets
+
+
+def reducing_collectives(plan: Plan) -> CollectivesChoice:
+    """Return by what gradients are reduced: on one node Paceline's engine has shared memory."""
+    in_memory = plan.engine in OWN_ENGINES and plan.nodes == 1 and plan.mesh.pipeline == 1
+    return "paceline" if in_memory else plan.collectives
 
 
 def all_reduce_s(

@@ -19,7 +19,13 @@ from paceline.perf.caveats import (
     unpriced_operators,
     warnings,
 )
-from paceline.perf.communication import all_reduce_s, broadcast_s, exposed_s, make_buckets
+from paceline.perf.communication import (
+    all_reduce_s,
+    broadcast_s,
+    exposed_s,
+    make_buckets,
+    reducing_collectives,
+)
 from paceline.perf.compute import (
     COMPUTE_PHASES,
     RESIDUALS,
@@ -38,7 +44,7 @@ from paceline.perf.pipeline import predict_pipeline
 if TYPE_CHECKING:
     from paceline.core.machine import CollectiveCost, Machine
     from paceline.core.measured_step import StepMeasurement
-    from paceline.core.plan import CollectivesChoice, Plan
+    from paceline.core.plan import Plan
     from paceline.core.workload import Workload
     from paceline.perf.costs import CostModel
 
@@ -206,14 +212,8 @@ def _communication_s(
     return transfer_s, counters_s + broadcast_s(cost, workload.buffer_bytes, ranks, empty_s)
 
 
-def _collectives(plan: Plan) -> CollectivesChoice:
-    """Return by what gradients are reduced: on one node Paceline's engine has shared memory."""
-    in_memory = plan.engine in OWN_ENGINES and plan.nodes == 1
-    return "paceline" if in_memory else plan.collectives
-
-
 def _collective(machine: Machine, operation: str, plan: Plan) -> CollectiveCost:
-    collectives = _collectives(plan)
+    collectives = reducing_collectives(plan)
     cost = machine.collective(operation, plan.mesh.data, collectives=collectives, hosts=plan.nodes)
     if cost is None:
         library = "" if collectives == "torch" else f" by {collectives}"
