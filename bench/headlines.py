@@ -47,6 +47,8 @@ from paceline.training.capture_process import BatchDivision, capture_splits
 MODELS = Path(__file__).with_name("headline_models.py")
 WITHIN = 0.30
 EPOCHS, IMAGES = 90, 1_281_167
+QUICK = "--quick" in sys.argv
+MOST_TRANSFERS = {True: 100_000, False: 1_000_000}
 
 # Throughputs of one device, which are inputs. `read`: the source was read; `recalled`: it was not.
 KERAS = "Keuper and Pfreundt, arXiv:1609.06870, Table I (read)"
@@ -95,8 +97,13 @@ def plan_of(machine, nodes, **changes):
     return Plan(**(settings | changes))
 
 
+def priced(machine, plan):
+    """Return the machine with rates and collective costs; --quick compares fewer schedules."""
+    return described(machine, plan, most_transfers=MOST_TRANSFERS[QUICK])
+
+
 def predicted(machine, workload, plan):
-    return estimate(described(machine, plan), workload, plan)
+    return estimate(priced(machine, plan), workload, plan)
 
 
 class Claims:
@@ -145,9 +152,9 @@ def minutes_to_train(machine, nodes, phases, **changes):
     """
     total_s, last = 0.0, None
     plan = plan_of(machine, nodes, **changes)
-    priced = described(machine, plan)
+    ready = priced(machine, plan)
     for epochs, workload in phases:
-        last = estimate(priced, workload, plan)
+        last = estimate(ready, workload, plan)
         steps = epochs * IMAGES / (workload.batch * plan.mesh.data)
         total_s += steps * last.step_time_s
     return total_s / 60, last
@@ -308,7 +315,7 @@ def reduce_at_160(claims, machine):
     flat, found = binomial("reduce", 160), candidates("reduce", hosts)
     ratios = {}
     for sharing in ("node", "device"):
-        topology = replica_topology(described(machine, plan), plan)
+        topology = replica_topology(priced(machine, plan), plan)
         topology = replace(topology, inside=replace(topology.inside, sharing=sharing))
         seconds = np.array([schedule_s(schedule, topology, sizes) for schedule in found])
         ratios[sharing] = schedule_s(flat, topology, sizes) / seconds.min(axis=0)
@@ -346,18 +353,18 @@ def images_per_s(model, machine, nodes, partitions):
         )  # fmt: skip
         captured = workloads(model, in_stages=stages > 1)
         workload = captured[1 if stages > 1 else PER_CORE]
-        priced = described(machine, plan)
+        ready = priced(machine, plan)
         if stages > 1:
-            plan = divide(priced, workload, plan)
-        step_s = estimate(priced, workload, plan).step_time_s
+            plan = divide(ready, workload, plan)
+        step_s = estimate(ready, workload, plan).step_time_s
         found[stages] = PER_CORE * cores * nodes / step_s
         tell(f"  {machine.name}, {nodes} nodes, {stages} stages: {found[stages]:.4g} images/s")
     return found
 
 
-def hypar_flow(claims, quick):
+def hypar_flow(claims):
     """ResNet-1001 in stages that are replicated, on many nodes over one."""
-    model = "resnet110" if quick else "resnet1001"
+    model = "resnet110" if QUICK else "resnet1001"
     share = frontera_share()
     speedups = {}
     for name, key, nodes, published in (
@@ -366,7 +373,7 @@ def hypar_flow(claims, quick):
     ):
         machine = with_peak_share(library_machine(key), share)
         cores = machine.devices[0].cores
-        partitions = (1, 2, 4) if quick else (1, 2, 4, 8, 16, cores)
+        partitions = (1, 2) if QUICK else (1, 2, 4, 8, 16, cores)
         rates = {n: images_per_s(model, machine, n, partitions) for n in (1, nodes)}
         hybrid = {
             n: max(stages for stages in rate if stages > 1 and rate[stages] == best)
@@ -400,7 +407,7 @@ def frontera_share():
 # --- FanStore ------------------------------------------------------------------------------------
 
 
-def fanstore(claims, quick):
+def fanstore(claims):
     """ResNet-50 on 512 nodes that read each other's files, over the same nodes without readers."""
     machine = with_peak_share(library_machine("stampede2-skx"), frontera_share())
     workload = workloads("resnet50")[64]
@@ -414,7 +421,7 @@ def fanstore(claims, quick):
             rates[nodes] = 1 / store_scaling.LOCAL_S
             continue
         owners = store_scaling.first_owners(nodes)
-        batches = max(12, min(400, (20_000 if quick else 40_000) // nodes))
+        batches = max(12, min(400, (20_000 if QUICK else 40_000) // nodes))
         service = server_s, client_s
         whole, _ = store_scaling.simulate(owners, nodes, batches, service, bytes_per_s)
         rates[nodes] = whole / nodes
@@ -475,7 +482,7 @@ def lmdbio(claims):
     tier, cores = machine.tiers[-1], machine.devices[0].cores
     batch = 2 * 9216
     speedups, parts = {}, {}
-    counts = (1, 4, 16, 64, 256)
+    counts = (1, 16, 256) if QUICK else (1, 4, 16, 64, 256)
     each = {nodes: batch // (cores * nodes) for nodes in counts}
     captured = workloads("cifar10")
     for nodes in counts:
@@ -534,8 +541,8 @@ def main():
     sections = {
         "lmdbio": lambda: lmdbio(claims),
         "s_caffe": lambda: s_caffe(claims),
-        "hypar_flow": lambda: hypar_flow(claims, asked.quick),
-        "fanstore": lambda: fanstore(claims, asked.quick),
+        "hypar_flow": lambda: hypar_flow(claims),
+        "fanstore": lambda: fanstore(claims),
         "resnet": lambda: resnet(claims),
     }
     for name, run in sections.items():

@@ -80,9 +80,7 @@ def test_an_operator_takes_its_flops_and_its_bytes_at_the_prior_of_the_device():
     found = estimate(described(machine, Plan()), workload_of(), Plan())
     reached = prior(machine.devices[0])
     flops, moved = 4 * 3e9, 4 * 2e6
-    expected = flops / (PEAK * reached.matmul.value) + moved / (
-        BANDWIDTH * reached.bandwidth.value
-    )
+    expected = flops / (PEAK * reached.matmul.value) + moved / (BANDWIDTH * reached.bandwidth.value)
     assert found.breakdown.forward + found.breakdown.backward == pytest.approx(expected)
 
 

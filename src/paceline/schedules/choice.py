@@ -75,7 +75,9 @@ def candidates(
     limit = most_transfers
     if limit is not None:
         limit = max(limit, min(algorithm.transfers for algorithm in found))
-    return [algorithm.make() for algorithm in found if limit is None or algorithm.transfers <= limit]
+    return [
+        algorithm.make() for algorithm in found if limit is None or algorithm.transfers <= limit
+    ]
 
 
 def fastest(
