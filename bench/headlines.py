@@ -51,7 +51,7 @@ QUICK = "--quick" in sys.argv
 MOST_TRANSFERS = {True: 100_000, False: 1_000_000}
 
 # Throughputs of one device, which are inputs. `read`: the source was read; `recalled`: it was not.
-KERAS = "Keuper and Pfreundt, arXiv:1609.06870, Table I (read)"
+KEUPER = "Keuper and Pfreundt, arXiv:1609.06870, Table I (read)"
 TF_2017 = "tensorflow.org, performance benchmarks, May 2017 (read)"
 JOHNSON = "github.com/jcjohnson/cnn-benchmarks (read)"
 NNABLA = "github.com/sony/nnabla-examples, imagenet-classification (read)"
@@ -180,7 +180,7 @@ def resnet_on_knl():
     found = minutes_to_train(machine, 2048, [(EPOCHS, workloads("resnet50")[16])])
     return machine, *found, {
         "published": 20, "source": "You et al., ICPP 2018, arXiv:1709.05011",
-        "rests_on": [f"GoogLeNet on one Xeon Phi, 32 images in 0.32 s: {KERAS}",
+        "rests_on": [f"GoogLeNet on one Xeon Phi, 32 images in 0.32 s: {KEUPER}",
                      "batch of 32,768: You et al."],
         "missing": ["the throughput of ResNet-50 on one KNL 7250 with 16 images: that of GoogLeNet "
                     "on a Xeon Phi of unnamed size, of 2016, was taken"],
@@ -293,7 +293,7 @@ def s_caffe(claims):
     ratios = {batch: images[batch, 10] / images[batch, 2] for batch in batches}
     claims.report.row(
         what="check of the input: GoogLeNet on one GK210, 32 images, images/s",
-        predicted=32 / alone.step_time_s, published=32 / 0.36, source=KERAS, kind="simulated",
+        predicted=32 / alone.step_time_s, published=32 / 0.36, source=KEUPER, kind="simulated",
     )  # fmt: skip
     claims.add(
         "S-Caffe, GoogLeNet, 160 GPUs over 32", published=2.5, unit="x",

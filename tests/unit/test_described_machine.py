@@ -116,6 +116,8 @@ def test_one_device_has_the_throughput_to_which_it_is_anchored(kind, batch):
 def test_a_throughput_beyond_the_peak_is_refused_with_what_is_possible():
     with pytest.raises(UsageError, match=r"by its peaks .* a second are possible"):
         anchored(machine_of(), workload_of(), 1e9)
+    with pytest.raises(UsageError, match="no rate of convolutions"):
+        peak_share(machine_of())
     for share in (0.0, -1.0, 1.5, float("nan")):
         with pytest.raises(UsageError, match="of its peaks"):
             with_peak_share(machine_of(), share)

@@ -20,7 +20,7 @@ use a link at the same time for other collectives share it evenly.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -153,15 +153,21 @@ def with_peak_share(machine: Machine, share: float, *, threads: int = 1) -> Mach
 def peak_share(machine: Machine) -> float:
     """Return which part of its peaks the first device's convolutions reach.
 
+    Args:
+        machine: with the rates of `anchored`, `with_peak_share` or `implied_rates`.
+
     Raises:
-        UsageError: the device has no peak rate, or no memory bandwidth.
+        UsageError: the device has no such rate, no peak, or no memory bandwidth.
     """
 
     def per_s(rates: tuple[Rate, ...]) -> float:
-        return next(
-            rate.points[0].rate_per_s
-            for rate in rates
-            if (rate.operator, rate.dtype, rate.unit) == ("convolution", "float32", "flops")
+        for rate in rates:
+            if (rate.operator, rate.dtype, rate.unit) == ("convolution", "float32", "flops"):
+                return rate.points[0].rate_per_s
+        raise UsageError(
+            "the device has no rate of convolutions",
+            where=f"{machine.name}: devices[0].rates",
+            fix="Give the machine that `anchored` returned",
         )
 
     return per_s(machine.devices[0].rates) / per_s(implied_rates(machine, reaches_peak=True))
@@ -186,26 +192,25 @@ def implied_rates(
     if reaches_peak:
         whole = Quantity(value=1.0, source="datasheet")
         reached = replace(reached, matmul=whole, attention=whole, bandwidth=whole)
+    like = Rate(
+        operator="elementwise",
+        phase="forward",
+        dtype="float32",
+        threads=device.cores if device.kind == "cpu" else min(threads, device.cores),
+        processes=1,
+        unit="bytes",
+        source=device.peaks[0].flops_per_s.source if device.peaks else "datasheet",
+        points=(),
+    )
     rates = []
     for dtype in DTYPES:
         found = DeviceRates.of(machine, dtype, reached)
-
-        def rate(operator: Operator, unit: Literal["flops", "bytes"], per_s: float) -> Rate:
-            return Rate(
-                operator=operator,
-                phase="forward",
-                dtype=dtype,  # noqa: B023  # called before the next one
-                threads=device.cores if device.kind == "cpu" else min(threads, device.cores),
-                processes=1,
-                unit=unit,
-                source=device.peaks[0].flops_per_s.source,
-                points=(Point(work=1.0, rate_per_s=per_s),),
-            )
-
+        moved = replace(like, dtype=dtype, points=(Point(work=1.0, rate_per_s=found.bytes_per_s),))
         for operator in COMPUTING:
             per_s = found.attention_per_s if operator == "attention" else found.matmul_per_s
-            rates += [rate(operator, "flops", per_s), rate(operator, "bytes", found.bytes_per_s)]
-        rates.append(rate("elementwise", "bytes", found.bytes_per_s))
+            computed = replace(moved, unit="flops", points=(Point(work=1.0, rate_per_s=per_s),))
+            rates += [replace(rate, operator=operator) for rate in (computed, moved)]
+        rates.append(moved)
     return tuple(rates)
 
 
