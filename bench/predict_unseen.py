@@ -175,12 +175,11 @@ def state_folder():
     return cache_folder() / "bench-predict-unseen"
 
 
-def begin(report, *, resume, quick):
-    """Return the machine, and the rows that are there already."""
+def begin(report, folder, *, resume, quick):
+    """Give the report its machine; return the rows that are there already."""
     from paceline.core.machine_file import read_machine
     from paceline.probe.measure import measure, measure_collectives, with_collectives
 
-    folder = state_folder()
     rows, machine = folder / "rows.jsonl", folder / "machine.json"
     if resume and machine.exists() and rows.exists():
         report.machine = read_machine(machine)
@@ -230,7 +229,7 @@ def main():
     switches = {"--resume": "go on after the rows that are done"}
     flags = options(__doc__, "--only", switches=switches)
     report = Report("predict_unseen", flags.json)
-    done = begin(report, resume=flags.resume, quick=flags.quick)
+    done = begin(report, state_folder(), resume=flags.resume, quick=flags.quick)
     known = {(row["model"], row["ranks"]) for row in done}
     cores = report.machine.devices[0].cores
     rows = QUICK if flags.quick else ROWS

@@ -13,9 +13,11 @@ from paceline.cli.plan_model import (
     print_machines,
     print_transformer,
     refuse_other_flags,
+    refuse_single_flags,
     refuse_transformer_flags,
     transformer_flags,
 )
+from paceline.cli.plan_search import print_target_search
 
 if TYPE_CHECKING:
     from paceline.core.allocator import AllocatorChoice
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     epilog="""\b
 Example: paceline plan examples/digits_step.py:step -n 2
   nothing runs: paceline plan examples/digits_step.py:step --compute rates
+  the fastest: paceline plan examples/digits_step.py:step --search --batch 256 --out plan.json
   in stages: paceline plan examples/digits_step.py:step -n 4 --strategy auto
   a transformer: paceline plan --model config.json --machine selene --nodes 4 --tensor 8 --zero 1
   the best plan: paceline plan --model config.json --machine selene --nodes 1..64 --batch 512
@@ -185,9 +188,34 @@ def plan(
             as_json=as_json,
         )
         return
+    searches = bool(flags.pop("search", None))
+    recompute = flags.pop("recompute", None) if searches else None
     refuse_transformer_flags(target, flags)
     assert target is not None
     from paceline.core.config import parse_size
+
+    if searches:
+        refuse_single_flags()
+        size = parse_size(buckets) if buckets not in (None, "auto") else None
+        axes = {
+            "threads": threads,
+            "microbatch": microbatches,
+            "recompute": recompute,
+            "collectives": collectives if is_given("collectives") else None,
+            "bucket": size,
+        }
+        print_target_search(
+            target,
+            machine,
+            ranks=ranks if is_given("ranks") else None,
+            batch=batch,
+            base={"allocator": allocator},
+            fixed={name: value for name, value in axes.items() if value is not None},
+            compute=compute,
+            out=out,
+            as_json=as_json,
+        )
+        return
     from paceline.core.file_kind import FileKind, prepare_output
     from paceline.studies.predict import StrategyOptions, predict
 

@@ -89,7 +89,8 @@ def transformer_flags(command: Callable[..., None]) -> Callable[..., None]:
             "--search",
             is_flag=True,
             default=None,
-            help="With --model and --batch: compare all plans; flags that are given are fixed.",
+            help="With --batch: compare all plans; flags that are given are fixed. Of a script's "
+            "function: data-parallel plans of up to -n ranks on this node [default: its cores].",
         ),
         click.option(
             "--scaling",
@@ -227,6 +228,31 @@ def refuse_transformer_flags(target: str | None, flags: dict[str, Any]) -> None:
             where=f"paceline plan {flag}".strip(),
             fix="Give --model, or leave it out" if given else "Give FILE.py:FUNCTION or --model",
         )
+
+
+def refuse_single_flags() -> None:
+    """Raise an error for flags that have no effect on a search for a script's function.
+
+    Raises:
+        UsageError: one is given.
+    """
+    from paceline.core.errors import UsageError
+
+    for name in (
+        "engine",
+        "strategy",
+        "partitions",
+        "schedule",
+        "budget",
+        "loader_workers",
+        "runs",
+    ):
+        if is_given(name):
+            raise UsageError(
+                f"{_flag_of(name)} is for a single plan, not for a search",
+                where="paceline plan --search",
+                fix="Search without it, then plan the winner with it",
+            )
 
 
 def is_given(name: str) -> bool:

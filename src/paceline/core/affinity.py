@@ -7,8 +7,10 @@ memory too) stay together, and differ by at most one core.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -53,3 +55,22 @@ def core_binding(
     begin = local_rank * each + min(local_rank, rest)
     bound = tuple(cores[begin : begin + each + (local_rank < rest)])
     return CoreBinding(cores=bound, threads=len(bound))
+
+
+def planned_cores(
+    cores: Sequence[int], local_rank: int, local_world_size: int, threads: int
+) -> tuple[int, ...]:
+    """Return the cores of one rank of a node, where a plan gives its number of compute threads.
+
+    Returns:
+        Its share of `cores`; none = unbound, where it has more threads than cores of its own.
+    """
+    own = core_binding(cores, local_rank, local_world_size, environ={}).cores
+    return own if len(own) >= threads else ()
+
+
+def bind_threads(cores: Sequence[int]) -> None:
+    """Bind all threads of this process to cores; those that it starts later inherit them."""
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # a thread that has ended meanwhile
+            os.sched_setaffinity(int(task.name), cores)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from paceline.core import logs
-from paceline.core.affinity import core_binding
+from paceline.core.affinity import core_binding, planned_cores
 from paceline.core.config import environment
 from paceline.core.errors import PacelineError
 from paceline.core.processes import die_with_parent, is_background_job
@@ -128,8 +128,9 @@ def _bind(
     binding = core_binding(allowed, *share, {} if threads else environ)
     if not threads and (binding.cores or "OMP_NUM_THREADS" not in environ):
         os.environ["OMP_NUM_THREADS"] = str(binding.threads)
-    if len(binding.cores) >= (threads or 1):  # more threads than cores of its own: unbound
-        os.sched_setaffinity(0, binding.cores)
+    own = planned_cores(allowed, *share, threads) if threads else binding.cores
+    if own:
+        os.sched_setaffinity(0, own)
 
 
 def _exit_code_of(

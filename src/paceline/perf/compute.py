@@ -197,6 +197,8 @@ def _measured_compute(
 
 def _measured_source(measured: StepMeasurement, phase: str) -> str:
     part = measured.phases[phase]
+    if not measured.operators:
+        return f"measured: {measured.whole_steps} steps"
     own = [equal.calls for equal in measured.operators if equal.phase == phase]
     share = part.operators_s / max(part.total_s, 1e-12)
     return (

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 from rich.console import Group
 from rich.text import Text
 
+from paceline.core.plan import Plan
 from paceline.report.fitting_table import FittingTable
-from paceline.report.transformer import mesh_in_words, render_transformer
+from paceline.report.transformer import mesh_in_words
 from paceline.report.units import format_bytes, format_seconds, format_share, plural
 from paceline.report.words import phase_label
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from paceline.core.plan import Plan
     from paceline.perf.planner import PlanSearch
     from paceline.perf.planner.result import Alternative, PricedPlan
 
@@ -23,15 +23,14 @@ MOST_ROWS = 12
 PER_AXIS = 2  # other values of an axis that are shown
 
 
-def render_search(search: PlanSearch, flops_per_sample: float) -> Group:
-    """Return what ``paceline plan --model --search`` shows.
+def render_search(search: PlanSearch, best: RenderableType) -> Group:
+    """Return what ``paceline plan --search`` shows.
 
     Args:
         search: its outcome.
-        flops_per_sample: of the model, nothing computed twice.
+        best: what is shown of its best plan's estimate.
     """
-    parts: list[RenderableType] = [Text(_head(search)), Text()]
-    parts += [render_transformer(search.best, flops_per_sample)]
+    parts: list[RenderableType] = [Text(_head(search)), Text(), best]
     if search.front:
         parts += [_front(search), Text()]
     if search.alternatives:
@@ -56,10 +55,10 @@ def plan_in_words(plan: Plan, *, precision: bool = False) -> str:
     """Return a plan's mesh and choices, shortly.
 
     Args:
-        plan: of a transformer.
+        plan: of a transformer, or of a captured model.
         precision: whether to say it: plans that are compared may share one.
 
-    >>> from paceline.core.plan import Mesh, Plan
+    >>> from paceline.core.plan import Mesh
     >>> plan_in_words(Plan(mesh=Mesh(data=4, tensor=8), microbatches=2, zero=1))
     '4 data x 8 tensor, 2 microbatches, zero 1'
     """
@@ -80,6 +79,12 @@ def plan_in_words(plan: Plan, *, precision: bool = False) -> str:
         words.append(plural(plan.loader_workers, "loader worker"))
     if precision:
         words.append(plan.precision)
+    if plan.threads > 1:
+        words.append(plural(plan.threads, "thread"))
+    if plan.collectives != "torch":
+        words.append(f"collectives {plan.collectives}")
+    if plan.bucket_bytes != Plan().bucket_bytes:
+        words.append(f"buckets of {format_bytes(plan.bucket_bytes)}")
     return ", ".join(words)
 
 

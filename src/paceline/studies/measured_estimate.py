@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 MOST_PROCESSES_PER_CORE = 4
 MEMORY_PART = 0.8  # of the node's, that the measured processes may need
-_NO_STEP = (UsageError, ScriptFailed, DeadlineExceeded, Missing, StorageError)
+# What keeps a step from being measured, without a mistake of Paceline's:
+NO_STEP = (UsageError, ScriptFailed, DeadlineExceeded, Missing, StorageError)
 
 
 def estimate_here(
@@ -58,12 +59,7 @@ def estimate_here(
     if workload.optimizer == "LBFGS":
         why_not = "LBFGS runs the model as often as the values of the loss ask for"
     if why_not and compute == "measured":
-        raise UsageError(
-            "the step cannot be measured here",
-            where=machine.name,
-            why=why_not,
-            fix="Plan on the machine itself, or with --compute rates",
-        )
+        raise refuse_to_measure(machine, why_not)
     if why_not:
         return by_rates
     try:
@@ -74,10 +70,10 @@ def estimate_here(
             threads=plan.threads,
             allocator=plan.allocator,
         )
-    except _NO_STEP as problem:
+    except NO_STEP as problem:
         if compute == "measured":
             raise
-        return _with_warning(by_rates, problem)
+        return with_warning(by_rates, problem)
     return estimate(machine, workload, plan, measured)
 
 
@@ -104,7 +100,18 @@ def reason_not_to_measure(machine: Machine, plan: Plan, needed_bytes: int) -> st
     return ""
 
 
-def _with_warning(by_rates: Estimate, problem: PacelineError) -> Estimate:
+def refuse_to_measure(machine: Machine, why_not: str) -> UsageError:
+    """Return the error of a plan that asks for a measured step where there can be none."""
+    return UsageError(
+        "the step cannot be measured here",
+        where=machine.name,
+        why=why_not,
+        fix="Plan on the machine itself, or with --compute rates",
+    )
+
+
+def with_warning(by_rates: Estimate, problem: PacelineError) -> Estimate:
+    """Return an estimate that says why it rests on rates."""
     why = f": {problem.why}" if problem.why else ""
     text = (
         f"predicted from rates of operator classes, as the step could not be measured: "

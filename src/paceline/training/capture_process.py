@@ -28,15 +28,20 @@ class BatchDivision(NamedTuple):
         replicas: of the model, each with its part of the batch, rounded up.
         microbatches: of a replica's batch; 0: the model is not cut into stages, and its Workload is
             that of the replica's whole batch.
+        passes: of a model that is not cut: forward and backward passes, each of an equal part of
+            the replica's batch, before an update.
+        recompute: whether the elements of its sequences compute their forward pass again.
     """
 
     replicas: int
     microbatches: int
+    passes: int = 1
+    recompute: bool = False
 
     def sizes(self, batch: int) -> tuple[int, int]:
         """Return the microbatches of a replica, at most one per sample, and the largest one."""
         own = -(-batch // self.replicas)
-        count = min(own, max(1, self.microbatches))
+        count = min(own, max(1, self.microbatches, self.passes))
         return count, -(-own // count)
 
 
@@ -91,6 +96,7 @@ class CapturedStep(WorkerMessage):
         batch: that was divided.
         splits: a Workload for each of the request's, with the largest microbatch; with edges
             between layers where the model is cut into stages.
+        recomputes: whether the model has layers that can compute their forward pass again.
         events: of the function's own step, if they were asked for.
         stage_events: of a step of each stage, likewise.
     """
@@ -98,6 +104,7 @@ class CapturedStep(WorkerMessage):
     workload: Workload
     batch: int
     splits: tuple[Workload, ...] = ()
+    recomputes: bool = False
     events: StepEvents | None = None
     stage_events: tuple[StepEvents, ...] = ()
 

@@ -6,6 +6,7 @@ user's code raises, other than a Paceline error, becomes ScriptFailed; its trace
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
@@ -21,6 +22,7 @@ from paceline.core.worker_process import serve
 from paceline.training.capture import TrainingStep, capture
 from paceline.training.capture_process import CapturedStep, CaptureRequest, StageDivision
 from paceline.training.out_of_core.capturing import capture_events
+from paceline.training.out_of_core.recompute import recomputable, recomputed
 from paceline.training.pipeline.stage_memory import capture_stages
 from paceline.training.pipeline.workload import capture_layers, resized
 from paceline.training.resident_memory import base_bytes
@@ -109,19 +111,39 @@ def _capture(step: TrainingStep, request: CaptureRequest) -> CapturedStep:
     workload = _own_step(step, request)
     events = capture_events(step) if request.memory else None
     batch = request.batch or workload.batch * request.copies
-    splits: dict[tuple[int, bool], Workload] = {}
-    keys = [(split.sizes(batch)[1], split.microbatches > 0) for split in request.splits]
-    for size, in_stages in keys:
-        if (size, in_stages) not in splits:
-            divide = capture_layers if in_stages else capture
-            splits[size, in_stages] = divide(resized(step, size), name=request.function)
+    splits: dict[tuple[int, bool, int, bool], Workload] = {}
+    recomputes = bool(recomputable(step.module))
+    keys = [
+        (
+            split.sizes(batch)[1],
+            split.microbatches > 0,
+            split.passes,
+            split.recompute and recomputes,
+        )
+        for split in request.splits
+    ]
+    for key in keys:
+        if key not in splits:
+            splits[key] = _divided(step, request.function, *key)
     return CapturedStep(
         workload=workload,
         batch=batch,
         splits=tuple(splits[key] for key in keys),
+        recomputes=recomputes,
         events=events,
         stage_events=_stage_events(step, request.stages) if request.stages else (),
     )
+
+
+def _divided(
+    step: TrainingStep, name: str, samples: int, in_stages: bool, passes: int, recompute: bool
+) -> Workload:
+    """Return the Workload of a part of a batch."""
+    if in_stages:
+        return capture_layers(resized(step, samples), name=name)
+    with recomputed(step.module) if recompute else contextlib.nullcontext():
+        part = dataclasses.replace(resized(step, samples), accumulation=passes)
+        return capture(part, name=name)
 
 
 def _own_step(step: TrainingStep, request: CaptureRequest) -> Workload:

@@ -11,6 +11,7 @@ from paceline.core.errors import MemoryExceeded, UsageError
 from paceline.core.machine import Machine
 from paceline.core.plan import Plan
 from paceline.perf.planner.bounds import PlanBounds
+from paceline.perf.planner.front import MILLION
 from paceline.perf.planner.result import PricedPlan
 from paceline.perf.planner.space import SearchSpace
 from paceline.perf.transformer.architecture import Architecture
@@ -19,8 +20,6 @@ from paceline.perf.transformer.memory import rank_memory
 from paceline.perf.transformer.offload import fit_device
 from paceline.perf.transformer.step import StepSeconds, step_times
 from paceline.perf.transformer.supply import supply
-
-_SAMPLES = 1e6
 
 
 @dataclass(slots=True)
@@ -82,7 +81,7 @@ class PlanPricer:
             step_s=step_s,
             memory_bytes=memory_bytes,
             devices=plan.nodes * self.machine.devices[0].count,
-            node_hours=plan.nodes * step_s * _SAMPLES / self.space.batch / 3600,
+            node_hours=plan.nodes * step_s * MILLION / self.space.batch / 3600,
         )
         return priced, times
 

@@ -16,7 +16,7 @@ class PricedPlan(Record):
     Attributes:
         plan: how the model is spread.
         step_s: seconds of a step.
-        memory_bytes: of the fullest rank.
+        memory_bytes: of the fullest rank; where ranks share a device, of all of them.
         devices: that it needs, all of its nodes.
         node_hours: of a million samples.
     """

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.perf.planner.candidates import BoundedPlans, PlanPricer
+from paceline.perf.planner.front import MEMORY_STEP, plan_front
 from paceline.perf.planner.result import PlanSearch
 from paceline.perf.planner.winner import alternatives, cheapest_change, what_if
 from paceline.perf.transformer.prediction import estimate_transformer
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from paceline.perf.transformer.prediction import Risks
 
 BUDGET_S = 60.0
-MEMORY_STEP = 0.02
 
 
 def search_plans(
@@ -107,18 +107,4 @@ def _front(
             found.append(priced)
             point = priced.step_s, priced.memory_bytes, priced.plan.nodes
             points = np.vstack([points, point])
-    found.sort(key=lambda priced: (priced.step_s, priced.memory_bytes))
-    front: list[PricedPlan] = []
-    for priced in found:
-        if not any(_beats(other, priced) for other in front):
-            front.append(priced)
-    return tuple(front), left_out
-
-
-def _beats(one: PricedPlan, other: PricedPlan) -> bool:
-    """Return whether a plan is not worse than another one in anything that matters."""
-    return (
-        one.step_s <= other.step_s
-        and one.devices <= other.devices
-        and one.memory_bytes <= other.memory_bytes * (1 + MEMORY_STEP)
-    )
+    return plan_front(found), left_out

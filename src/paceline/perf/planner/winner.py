@@ -13,6 +13,7 @@ from paceline.perf.planner.result import Alternative, WhatIf
 from paceline.perf.planner.space import AXES, SearchSpace
 
 if TYPE_CHECKING:
+    from paceline.core.breakdown import Breakdown
     from paceline.core.estimate import Estimate
     from paceline.core.machine import Machine
     from paceline.core.plan import Plan
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _PRICED_PER_VALUE = 5  # of an axis, to find the best of its plans
 _COMPARED = 300  # fastest priced plans, on each other machine
 _MOST_NODES = 1 << 16
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 _CHANGES = {
     "with a network twice as fast": {"network": 2.0},
     "with a network half as fast": {"network": 0.5},
@@ -50,6 +51,10 @@ def axis_value(plan: Plan, axis: str) -> str:
         "precision": plan.precision,
         "compression": f"{plan.compression:g}",
         "loader_workers": plan.loader_workers,
+        "ranks": plan.mesh.world_size,
+        "threads": plan.threads,
+        "collectives": plan.collectives,
+        "bucket": f"{plan.bucket_bytes / MIB:g} MiB",
     }
     return str(values[axis])
 
@@ -111,13 +116,15 @@ def _alternative(
         value=value,
         slower=seconds / winner.step_s - 1,
         is_bound=not is_exact,
-        why=_grown_phase(pricer, winner, best) if best and is_exact else "",
+        why=grown_phase(*(pricer.times(each.plan).breakdown for each in (winner, best)))
+        if best and is_exact
+        else "",
     )
 
 
-def _grown_phase(pricer: PlanPricer, winner: PricedPlan, other: PricedPlan) -> str:
-    """Return the phase of the step that takes more seconds than the winner's."""
-    ours, theirs = (dict(pricer.times(plan.plan).breakdown.items()) for plan in (winner, other))
+def grown_phase(winner: Breakdown, other: Breakdown) -> str:
+    """Return the phase of a step that grew most from the winner's; empty if none did."""
+    ours, theirs = dict(winner.items()), dict(other.items())
     grown = {name: theirs[name] - ours.get(name, 0.0) for name in theirs}
     name = max(grown, key=lambda key: grown[key])
     return name if grown[name] > 0 else ""

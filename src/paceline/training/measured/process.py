@@ -7,26 +7,29 @@ import importlib.metadata
 import statistics
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from paceline.core.affinity import allowed_cores, core_binding
-from paceline.core.allocator import allocator_setting
+from paceline.core.affinity import allowed_cores, planned_cores
+from paceline.core.allocator import AllocatorSetting, allocator_setting
 from paceline.core.config import environment
 from paceline.core.errors import Missing, ScriptFailed, WorkerFailed
+from paceline.core.record import Record
 from paceline.core.worker_process import WorkerCall, call_all
 from paceline.training.capture_process import split_target
 from paceline.training.measured.prices import PriceKey, keep_times, known_times
-from paceline.training.measured.protocol import StepAnswer, StepRequest
+from paceline.training.measured.protocol import FormsAnswer, StepAnswer, StepRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from paceline.core.allocator import AllocatorChoice
     from paceline.core.measured_step import StepMeasurement
-    from paceline.training.measured.protocol import CpuSpan
+    from paceline.training.measured.protocol import CpuSpan, StepForm
 
+A = TypeVar("A", bound=Record)
 DEADLINE_S = 300.0
 ROUND_S, BUDGET_S = 0.8, 0.02
+FORM_ROUND_S = 0.25
 _WORKER = "paceline.training.measured.worker"
 
 
@@ -59,7 +62,6 @@ def measure_step(
         DeadlineExceeded: it took too long.
         StorageError: the times cannot be kept.
     """
-    path, function = split_target(target)
     setting = allocator_setting(allocator, environment())
     key = PriceKey(
         machine=machine_digest,
@@ -69,47 +71,121 @@ def measure_step(
         processes=ranks,
     )
     known = known_times(key)
+    job = _Job(target=target, ranks=ranks, setting=setting, deadline_s=deadline_s)
     allowed = allowed_cores()
-    with tempfile.TemporaryDirectory(prefix="paceline-measure-") as folder:
-        works = []
-        for rank in range(ranks):
-            binding = core_binding(allowed, rank, ranks, environ={})
-            request = StepRequest(
-                path=str(path),
-                function=function,
-                rank=rank,
-                ranks=ranks,
-                cores=binding.cores if ranks > 1 else (),
-                threads=threads,
-                allocator=setting.in_effect,
-                store=str(Path(folder) / "store"),
-                deadline_s=deadline_s,
-                known=known,
-                round_s=ROUND_S,
-                budget_s=BUDGET_S,
-            )
-            works.append(
-                WorkerCall(
-                    module=_WORKER,
-                    request=request,
-                    answer=StepAnswer,
-                    name=f"measurement of {target}",
-                    show_output=rank == 0,
-                    environment=setting.variables,
-                )
-            )
-        try:
-            answers = call_all(works, deadline_s=deadline_s)
-        except WorkerFailed as problem:
-            raise ScriptFailed(
-                "the step could not be measured",
-                where=target,
-                why=f"{problem.what}: {problem.why}",
-                fix="Run the script alone, or plan with --compute rates, which does not run it",
-            ) from problem
+    answers = job.ask(
+        StepAnswer,
+        lambda rank: {
+            "cores": planned_cores(allowed, rank, ranks, threads) if ranks > 1 else (),
+            "threads": threads,
+            "known": known,
+            "round_s": ROUND_S,
+        },
+    )
     step = combined(answers)
     keep_times(key, known, step)
     return step
+
+
+def measure_forms(
+    target: str,
+    forms: Sequence[StepForm],
+    *,
+    ranks: int = 1,
+    allocator: AllocatorChoice = "keep",
+    deadline_s: float = DEADLINE_S,
+) -> tuple[StepMeasurement, ...]:
+    """Return forms of the training step of ``FILE.py:FUNCTION`` as they were measured here.
+
+    All forms are trained in the same processes, in turn, for about a second each. No operator is
+    timed alone, and memory is not measured.
+
+    Args:
+        target: ``FILE.py:FUNCTION``; the function takes no argument.
+        forms: how a rank computes its share of a batch.
+        ranks: that run the step at the same time on this node, without communication.
+        allocator: of the ranks.
+        deadline_s: for all of it.
+
+    Raises:
+        PacelineError: as `measure_step`.
+    """
+    torch_version()
+    setting = allocator_setting(allocator, environment())
+    job = _Job(target=target, ranks=ranks, setting=setting, deadline_s=deadline_s)
+    allowed = allowed_cores()
+
+    def cores(rank: int, form: StepForm) -> tuple[int, ...]:
+        return planned_cores(allowed, rank, ranks, form.threads) or allowed
+
+    answers = job.ask(
+        FormsAnswer,
+        lambda rank: {
+            "cores": (),
+            "threads": forms[0].threads,
+            "known": {},
+            "round_s": FORM_ROUND_S,
+            "forms": tuple(forms),
+            "cores_of_forms": tuple(cores(rank, form) for form in forms),
+        },
+    )
+    return tuple(
+        combined([answer.forms[number] for answer in answers], shared=cores(0, form) == allowed)
+        for number, form in enumerate(forms)
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Job:
+    """Processes that measure a step at the same time, one for each rank."""
+
+    target: str
+    ranks: int
+    setting: AllocatorSetting
+    deadline_s: float
+
+    def ask(self, answer: type[A], details: Callable[[int], dict[str, Any]]) -> tuple[A, ...]:
+        """Return the answer of each process to its request.
+
+        Args:
+            answer: its type.
+            details: called with a rank: the fields of its request that differ between requests.
+
+        Raises:
+            PacelineError: see `measure_step`.
+        """
+        path, function = split_target(self.target)
+        with tempfile.TemporaryDirectory(prefix="paceline-measure-") as folder:
+            works = [
+                WorkerCall(
+                    module=_WORKER,
+                    request=StepRequest(
+                        path=str(path),
+                        function=function,
+                        rank=rank,
+                        ranks=self.ranks,
+                        allocator=self.setting.in_effect,
+                        store=str(Path(folder) / "store"),
+                        deadline_s=self.deadline_s,
+                        budget_s=BUDGET_S,
+                        **details(rank),
+                    ),
+                    answer=answer,
+                    name=f"measurement of {self.target}",
+                    show_output=rank == 0,
+                    environment=self.setting.variables,
+                )
+                for rank in range(self.ranks)
+            ]
+            try:
+                return call_all(works, deadline_s=self.deadline_s)
+            except WorkerFailed as problem:
+                raise ScriptFailed(
+                    "the step could not be measured",
+                    where=self.target,
+                    why=f"{problem.what}: {problem.why}",
+                    fix="Run the script alone, or plan with --compute rates, which does not run it",
+                ) from problem
 
 
 def torch_version() -> str:
@@ -128,11 +204,15 @@ def torch_version() -> str:
         ) from None
 
 
-def combined(answers: Sequence[StepAnswer]) -> StepMeasurement:
+def combined(answers: Sequence[StepAnswer], *, shared: bool = False) -> StepMeasurement:
     """Return the step of ranks that measured at the same time.
 
     Times are means over the ranks; of each whole step the slowest rank counts, and what it is later
     than the ranks on average is waiting.
+
+    Args:
+        answers: of each rank.
+        shared: whether all ran on the same cores; ranks that outnumber cores always do.
     """
     first = answers[0].step
     phases = {
@@ -156,7 +236,7 @@ def combined(answers: Sequence[StepAnswer]) -> StepMeasurement:
         waiting_s=waiting_s,
         peak_bytes=max(answer.step.peak_bytes for answer in answers),
         base_bytes=max(answer.step.base_bytes for answer in answers),
-        foreign_cores=_foreign_cores([answer.cpu for answer in answers]),
+        foreign_cores=_foreign_cores([answer.cpu for answer in answers], shared=shared),
     )
 
 
@@ -164,12 +244,12 @@ def _mean(values: Iterable[float]) -> float:
     return statistics.fmean(values)
 
 
-def _foreign_cores(spans: Sequence[CpuSpan | None]) -> float:
+def _foreign_cores(spans: Sequence[CpuSpan | None], *, shared: bool) -> float:
     """Return the cores that others used; ranks with cores of their own each saw these alone."""
     known = [span for span in spans if span is not None]
     if not known:
         return 0.0
-    shared = len(known) > len(allowed_cores())
+    shared = shared or len(known) > len(allowed_cores())
     busy_s = known[0].busy_s if shared else sum(span.busy_s for span in known)
     own_s = sum(span.own_s for span in known)
     return max(0.0, (busy_s - own_s) / max(span.span_s for span in known))

@@ -3,9 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.core.measured_step import OperatorTime, StepMeasurement
 from paceline.core.worker_process import WorkerMessage
+
+
+class StepForm(NamedTuple):
+    """A way to compute the share of a batch that a rank has.
+
+    Attributes:
+        threads: for compute.
+        samples: of one forward and backward pass.
+        passes: before an update.
+        recompute: whether the layers of `recompute.recomputable` keep their inputs alone.
+    """
+
+    threads: int
+    samples: int
+    passes: int
+    recompute: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +42,9 @@ class StepRequest(WorkerMessage):
         known: times of operators by signature, which are not measured again.
         round_s: seconds of one of the rounds of whole steps.
         budget_s: seconds for one operator.
+        forms: of the step, whose whole steps are timed in turn, and no operator; empty: the step as
+            the function returns it.
+        cores_of_forms: of each form, as `cores`.
     """
 
     path: str
@@ -39,6 +59,8 @@ class StepRequest(WorkerMessage):
     known: dict[str, OperatorTime]
     round_s: float
     budget_s: float
+    forms: tuple[StepForm, ...] = ()
+    cores_of_forms: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,3 +91,14 @@ class StepAnswer(WorkerMessage):
     step: StepMeasurement
     whole_s: tuple[float, ...]
     cpu: CpuSpan | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FormsAnswer(WorkerMessage):
+    """The measurement of one process, where forms of the step were asked for.
+
+    Attributes:
+        forms: a measurement for each, in the order of the request.
+    """
+
+    forms: tuple[StepAnswer, ...]

@@ -5,14 +5,19 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.core.errors import UsageError
 from paceline.core.machine import Phase
 from paceline.training.capture import TrainingStep, call_arguments, loss_in
+from paceline.training.out_of_core.recompute import recompute_always
+from paceline.training.pipeline.workload import resized
+
+if TYPE_CHECKING:
+    from paceline.training.measured.protocol import StepForm
 
 PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
 WARM_STEPS, LEAST_STEPS, MOST_STEPS = 3, 4, 400
@@ -45,7 +50,7 @@ class StepRunner:
         forward_s = backward_s = 0.0
         for _ in range(self.step.accumulation):
             self.phase("forward")
-            loss = self._loss()
+            loss = loss_of(self.step, module)
             middle = time.perf_counter()
             self.phase("backward")
             loss.backward()
@@ -57,24 +62,6 @@ class StepRunner:
             optimizer.step()
         self.phase(None)
         return forward_s, backward_s, time.perf_counter() - begin
-
-    def _loss(self) -> torch.Tensor:
-        step = self.step
-        arguments, keywords = call_arguments(step.module, step.inputs)
-        output = step.module(*arguments, **keywords)
-        if step.loss_fn is None:
-            loss = loss_in(output)
-        else:
-            loss = (
-                step.loss_fn(output) if step.target is None else step.loss_fn(output, step.target)
-            )
-        if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
-            raise UsageError(
-                "there is no loss to differentiate",
-                where=type(step.module).__name__,
-                fix="Give a loss_fn that returns a tensor which depends on the parameters",
-            )
-        return loss
 
 
 @dataclass(slots=True)
@@ -90,6 +77,10 @@ class WholeSteps:
     def steps(self) -> list[tuple[float, float, float]]:
         """Return all steps."""
         return [step for steps in self.rounds for step in steps]
+
+    def step_s(self) -> float:
+        """Return the median seconds of a step."""
+        return statistics.median(sum(step) for step in self.steps())
 
     def phase(self, number: int) -> tuple[float, float, float]:
         """Return the median seconds of a phase, and the least and largest median of a block."""
@@ -111,26 +102,61 @@ def run_round(
     round_s: float,
     synchronize: Callable[[], None],
     agree: Callable[[float], float],
+    least: int = LEAST_STEPS,
 ) -> None:
     """Run steps for about `round_s` seconds, after a few that warm up.
 
     Args:
         runner: whose steps run.
         times: gets the round.
-        round_s: at least 4 steps run, however long they take.
+        round_s: at least `least` steps run, however long they take.
         synchronize: waits for the other processes, before each step.
         agree: returns the value of the leading process: all run as many steps.
+        least: steps of the round, and at most so many warm up.
     """
     warm = []
-    for _ in range(WARM_STEPS):
+    for _ in range(min(WARM_STEPS, least)):
         synchronize()
         warm.append(sum(runner.run()))
-    count = int(agree(max(LEAST_STEPS, min(MOST_STEPS, round_s / max(min(warm), 1e-6)))))
+    count = int(agree(max(least, min(MOST_STEPS, round_s / max(min(warm), 1e-6)))))
     steps = []
     for _ in range(count):
         synchronize()
         steps.append(runner.run())
     times.rounds.append(steps)
+
+
+def loss_of(step: TrainingStep, module: torch.nn.Module) -> torch.Tensor:
+    """Return the loss of a forward pass.
+
+    Args:
+        step: the batch and its loss.
+        module: the step's, or what wraps it.
+
+    Raises:
+        UsageError: it cannot be differentiated.
+    """
+    arguments, keywords = call_arguments(step.module, step.inputs)
+    output = module(*arguments, **keywords)
+    if step.loss_fn is None:
+        loss = loss_in(output)
+    else:
+        loss = step.loss_fn(output) if step.target is None else step.loss_fn(output, step.target)
+    if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+        raise UsageError(
+            "there is no loss to differentiate",
+            where=type(step.module).__name__,
+            fix="Give a loss_fn that returns a tensor which depends on the parameters",
+        )
+    return loss
+
+
+def formed(step: TrainingStep, form: StepForm) -> TrainingStep:
+    """Return the step in a form; its model is changed."""
+    if form.recompute:
+        recompute_always(step.module)
+    part = resized(step, form.samples, has_values=True)
+    return replace(part, accumulation=form.passes)
 
 
 def make_runner(step: TrainingStep) -> StepRunner:

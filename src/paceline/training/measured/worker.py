@@ -7,6 +7,7 @@ cores) is in the times.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import traceback
@@ -18,16 +19,19 @@ import torch
 import torch.distributed as dist
 
 from paceline.core import node
+from paceline.core.affinity import bind_threads
 from paceline.core.errors import PacelineError, ScriptFailed
 from paceline.core.foreign_cpu import cpu_use
 from paceline.core.measured_step import MeasuredPhase, OperatorCalls, StepMeasurement
 from paceline.core.worker_process import serve
 from paceline.training.capture_worker import load_function, to_step
-from paceline.training.measured.protocol import CpuSpan, StepAnswer, StepRequest
+from paceline.training.measured.protocol import CpuSpan, FormsAnswer, StepAnswer, StepRequest
 from paceline.training.measured.recording import CallRecorder
 from paceline.training.measured.steps import (
+    LEAST_STEPS,
     PHASES,
     WholeSteps,
+    formed,
     make_runner,
     run_round,
 )
@@ -36,17 +40,19 @@ from paceline.training.operators import bytes_of, tensors_in
 from paceline.training.resident_memory import base_bytes, resident_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from paceline.core.foreign_cpu import CpuUse
     from paceline.core.machine import Phase
     from paceline.training.capture import TrainingStep
     from paceline.training.measured.steps import StepRunner
 
+FORM_ROUNDS = 4  # of which the first is one step
+SLOW_FORM = 2.0  # times the fastest one's step: a form that runs no further rounds
 _COLD_BYTES = 48 << 20  # where the kernel does not name a cache
 
 
-def run(request: StepRequest) -> StepAnswer:
+def run(request: StepRequest) -> StepAnswer | FormsAnswer:
     """Return the measurement that `request` asks for.
 
     Raises:
@@ -68,6 +74,8 @@ def run(request: StepRequest) -> StepAnswer:
     try:
         function = load_function(Path(request.path), request.function)
         base = base_bytes()
+        if request.forms:
+            return _measure_forms(lambda: to_step(function(), target), request)
         return _measure(to_step(function(), target), request, base)
     except PacelineError:
         raise
@@ -85,8 +93,7 @@ def run(request: StepRequest) -> StepAnswer:
 
 
 def _measure(step: TrainingStep, request: StepRequest, base: int) -> StepAnswer:
-    synchronize: Callable[[], None] = dist.barrier if request.ranks > 1 else lambda: None
-    agree = _leading if request.ranks > 1 else float
+    synchronize, agree = _together(request)
     runner, times = make_runner(step), WholeSteps()
     begin = cpu_use()
     round_ = functools.partial(
@@ -97,9 +104,21 @@ def _measure(step: TrainingStep, request: StepRequest, base: int) -> StepAnswer:
     operators = _operators(runner, request, synchronize)
     round_()
     cpu = _span(begin, cpu_use())
+    answer = _answer(request, request.threads, operators, times, cpu)
+    step_ = dataclasses.replace(answer.step, peak_bytes=peak_bytes, base_bytes=base)
+    return dataclasses.replace(answer, step=step_)
+
+
+def _answer(
+    request: StepRequest,
+    threads: int,
+    operators: tuple[OperatorCalls, ...],
+    times: WholeSteps,
+    cpu: CpuSpan | None,
+) -> StepAnswer:
     measured = StepMeasurement(
         torch=str(torch.__version__),
-        threads=request.threads,
+        threads=threads,
         processes=request.ranks,
         allocator=request.allocator,
         phases={
@@ -107,13 +126,47 @@ def _measure(step: TrainingStep, request: StepRequest, base: int) -> StepAnswer:
             for number, phase in enumerate(PHASES)
         },
         operators=operators,
-        peak_bytes=peak_bytes,
-        base_bytes=base,
         whole_steps=len(times.steps()),
     )
     return StepAnswer(
         step=measured, whole_s=tuple(sum(seconds) for seconds in times.steps()), cpu=cpu
     )
+
+
+def _measure_forms(make: Callable[[], TrainingStep], request: StepRequest) -> FormsAnswer:
+    """Time the whole steps of each form, in turn: what changes meanwhile changes for all."""
+    synchronize, agree = _together(request)
+    runners = [make_runner(formed(make(), form)) for form in request.forms]
+    times = [WholeSteps() for _ in runners]
+    spans: list[list[CpuSpan | None]] = [[] for _ in runners]
+    waiting = list(range(len(runners)))
+    for turn in range(FORM_ROUNDS):
+        for number in waiting:
+            bind_threads(request.cores_of_forms[number])
+            torch.set_num_threads(request.forms[number].threads)
+            begin = cpu_use()
+            run_round(
+                runners[number],
+                times[number],
+                round_s=request.round_s if turn else 0.0,
+                synchronize=synchronize,
+                agree=agree,
+                least=LEAST_STEPS if turn else 1,
+            )
+            spans[number].append(_span(begin, cpu_use()))
+        step_s = [agree(own.step_s()) for own in times]
+        waiting = [n for n in waiting if step_s[n] <= SLOW_FORM * min(step_s)]
+    return FormsAnswer(
+        forms=tuple(
+            _answer(request, form.threads, (), own, _sum(span))
+            for form, own, span in zip(request.forms, times, spans, strict=True)
+        )
+    )
+
+
+def _together(request: StepRequest) -> tuple[Callable[[], None], Callable[[float], float]]:
+    """Return what waits for the other ranks, and what returns the value of rank 0."""
+    return (dist.barrier, _leading) if request.ranks > 1 else (lambda: None, float)
 
 
 def _operators(
@@ -176,6 +229,17 @@ def _span(begin: CpuUse | None, end: CpuUse | None) -> CpuSpan | None:
         span_s=end.at_s - begin.at_s,
         busy_s=end.busy_s - begin.busy_s,
         own_s=end.own_s - begin.own_s,
+    )
+
+
+def _sum(spans: Sequence[CpuSpan | None]) -> CpuSpan | None:
+    known = [span for span in spans if span is not None]
+    if not known:
+        return None
+    return CpuSpan(
+        span_s=sum(span.span_s for span in known),
+        busy_s=sum(span.busy_s for span in known),
+        own_s=sum(span.own_s for span in known),
     )
 
 

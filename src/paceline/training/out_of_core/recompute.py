@@ -8,16 +8,20 @@ alone and the state of the random generators, so that dropout drops the same ele
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from paceline.training.out_of_core.managed import version_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch.utils.hooks import RemovableHandle
 
     from paceline.training.out_of_core.session import Session
@@ -86,6 +90,43 @@ def candidates(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in found.items()
         if counts[id(module)] == 1 and "forward" not in vars(module)
     }
+
+
+def recomputable(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the candidates that may compute their forward pass again in every step, by name.
+
+    Those that contain batch normalisation are left out: a second pass would move its running
+    statistics twice.
+    """
+    return {
+        name: module
+        for name, module in candidates(model).items()
+        if not any(isinstance(part, _BatchNorm) for part in module.modules())
+    }
+
+
+def recompute_always(model: nn.Module) -> tuple[str, ...]:
+    """Have the layers of a model keep their inputs alone; return their names.
+
+    They are those of `recomputable`: this is what ``recompute="full"`` of a plan means for a model
+    that is not divided.
+    """
+    found = recomputable(model)
+    for module in found.values():
+        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+    return tuple(found)
+
+
+@contextlib.contextmanager
+def recomputed(model: nn.Module) -> Iterator[tuple[str, ...]]:
+    """Have the layers of a model compute their forward pass again, as `recompute_always` does."""
+    modules = recomputable(model)
+    names = recompute_always(model)
+    try:
+        yield names
+    finally:
+        for module in modules.values():
+            del module.forward
 
 
 def watch_modules(modules: dict[str, nn.Module], listener: ModuleListener) -> list[RemovableHandle]:

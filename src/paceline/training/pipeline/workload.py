@@ -51,12 +51,14 @@ def capture_layers(step: TrainingStep, *, name: str = "") -> Workload:
     return capture(step, name=name, record=record)
 
 
-def resized(step: TrainingStep, samples: int) -> TrainingStep:
-    """Return the step with a batch of so many samples; only shapes matter, not values.
+def resized(step: TrainingStep, samples: int, *, has_values: bool = False) -> TrainingStep:
+    """Return the step with a batch of so many samples.
 
     Args:
         step: whose tensors with the samples along dim 0 are resized; all others stay.
         samples: 1 or more.
+        has_values: whether the batch has values, those of the step's samples in turn, and can be
+            trained on; else only its shapes matter.
     """
     whole = _whole_inputs(step)
     divided = [x for x in tree_leaves(step.inputs) if isinstance(x, torch.Tensor) and x.ndim]
@@ -65,7 +67,11 @@ def resized(step: TrainingStep, samples: int) -> TrainingStep:
 
     def resize(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == before:
-            return leaf if id(leaf) in whole else leaf.new_empty((samples, *leaf.shape[1:]))
+            if id(leaf) in whole:
+                return leaf
+            if has_values:
+                return leaf[torch.arange(samples) % before]
+            return leaf.new_empty((samples, *leaf.shape[1:]))
         return leaf
 
     if before in (0, samples):
