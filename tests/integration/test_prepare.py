@@ -14,7 +14,7 @@ from paceline.training.options import TrainingOptions
 SCRIPT = Path(__file__).parent / "scripts/prepared_training.py"
 ALL = (
     *("nan", "overflow", "clip", "lars", "compressed", "uneven", "trainer"),
-    *("state", "scaling", "diverges", "differ"),
+    *("state", "scaling", "diverges", "differ", "planned"),
 )
 
 
@@ -41,6 +41,14 @@ def found(request, tmp_path_factory):
     cases = [case for case in ALL if case not in left_out]
     folder = tmp_path_factory.mktemp("ranks")
     return engine, run_ranks(SCRIPT, folder, 2, backend, engine, *cases)
+
+
+def test_passes_and_recomputation_of_a_plan_train_as_one_pass_would(found):
+    _, ranks = found
+    for rank in ranks:
+        assert rank["planned"]["passes"] == 4
+        assert rank["planned"]["forwards"] == 3 * 4 * 2  # each pass computes its layer twice
+        assert rank["planned"]["far"] < 1e-9
 
 
 def test_a_nan_is_traced_to_its_rank_step_and_layer(found):

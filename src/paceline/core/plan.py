@@ -73,7 +73,8 @@ class Plan(Record):
             Paceline's in its place.
         engine: what reduces gradients in a script that calls `paceline.training.prepare`: torch's
             DistributedDataParallel or fully_shard, or a mode of Paceline's engine.
-        microbatches: of a pipeline's batch; 0: 4 for each stage.
+        microbatches: of a replica's batch: on their way through a pipeline at the same time, or
+            passes before an update; 0: 4 for each stage of a pipeline, else 1.
         schedule: order in which the stages of a pipeline compute them.
         layers: number of layers of each stage; empty: stages of equal cost. 0 for the last one: of
             a transformer it has the output layer alone.
@@ -82,7 +83,7 @@ class Plan(Record):
             state, 2 and the gradients, 3 and the parameters.
         recompute: activations that the backward pass computes again: ``selective`` the scores of
             attention, ``operators`` every second matrix product and all that is none, ``full`` all
-            but the inputs of layers.
+            but the inputs of layers. Of a captured model ``none`` or ``full``.
         sequence_parallel: tensor-parallel ranks share out the sequence where they do not the
             tensors.
         fused_attention: attention in one kernel, which keeps no scores.

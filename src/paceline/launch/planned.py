@@ -129,6 +129,8 @@ def plan_warnings(plan: Plan, kind: ProgramKind) -> tuple[str, ...]:
     ]
     if plan.mesh.pipeline > 1:
         names.append(f"mesh.pipeline = {plan.mesh.pipeline}")
+    elif plan.microbatch_count > 1:
+        names.append(f"microbatches = {plan.microbatch_count}")
     if not names:
         return lost
     return (

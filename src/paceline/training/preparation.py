@@ -54,6 +54,7 @@ from paceline.training.engine.ranks import (
 from paceline.training.health import DivergenceAlarm, GradientCheck
 from paceline.training.optimizers.norms import ShardedNorms, StageNorms, TensorNorms
 from paceline.training.options import MODES, options_of
+from paceline.training.out_of_core.recompute import recompute_always
 from paceline.training.out_of_core.training import OutOfCore
 from paceline.training.pipeline.preparation import (
     GivenModel,
@@ -101,8 +102,9 @@ def prepare(
     Args:
         model: on the device where it trains.
         optimizer: of the model's parameters, before its first step.
-        plan: its engine, buckets and precision are used where no option says otherwise. None: the
-            plan that `paceline run` follows, where it started this process with one.
+        plan: its engine, buckets and precision are used where no option says otherwise, and its
+            microbatches and recomputation, also of a model that is not divided. None: the plan that
+            `paceline run` follows, where it started this process with one.
         group: a process group in place of the default one.
         loss_fn: takes what the model returns and the targets, and returns the mean over the
             samples; for `Prepared.forward_backward`.
@@ -125,6 +127,8 @@ def prepare(
     if shape[0] > 1:
         return _divided(given, plan, group, chosen, shape, said)
     check_undivided(chosen)
+    chosen, notes = _planned_passes(chosen, plan, given)
+    said += notes
     ranks = find_ranks(model if chosen.engine in MODES else None, group)
     _check_options(chosen, plan, ranks)
     _check_optimizers(optimizer, ranks)
@@ -240,6 +244,41 @@ def _divided(
         given.loss_fn,
         out_of_core,
     )
+
+
+def _planned_passes(
+    options: TrainingOptions, plan: Plan | None, given: GivenModel
+) -> tuple[TrainingOptions, list[str]]:
+    """Return the options with the passes and the recomputation of a plan, and what to say of them.
+
+    Raises:
+        UsageError: the plan has layers computed again, and the model none that can be.
+    """
+    if plan is None or plan.mesh.pipeline > 1:
+        return options, []
+    said = []
+    if plan.recompute == "full":
+        names = recompute_always(given.model)
+        if not names:
+            raise UsageError(
+                "the model has no layers that can be computed again",
+                where="prepare(plan=...), recompute = full",
+                why="they are elements of nn.Sequential or nn.ModuleList, without batch "
+                "normalisation",
+                fix="Plan without recomputation",
+            )
+        options = replace(options, recompute=True)
+        said.append(f"{len(names)} layers are computed again in the backward pass")
+    if (passes := plan.microbatch_count) > 1:
+        if given.loss_fn is None:
+            said.append(
+                f"the plan has {passes} passes before an update: the loop has to make them, or "
+                "give loss_fn to prepare and call forward_backward"
+            )
+        else:
+            options = replace(options, microbatches=passes)
+            said.append(f"forward_backward makes {passes} passes before an update")
+    return options, said
 
 
 @dataclass(frozen=True, slots=True)

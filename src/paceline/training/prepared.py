@@ -20,6 +20,7 @@ from paceline.training.optimizer_state import load_named_state, named_state
 from paceline.training.options import TrainingOptions
 from paceline.training.out_of_core.training import OutOfCore
 from paceline.training.pipeline.graph import bind_inputs
+from paceline.training.pipeline.microbatches import sizes_of, split
 from paceline.training.pipeline.parallel import PipelineParallel
 from paceline.training.tensor_parallel import TensorParallel
 from paceline.training.uneven import Weight, samples_of, weighted_batches
@@ -90,15 +91,37 @@ class Prepared:
                 fix="Give loss_fn to prepare, or write the forward and backward pass yourself",
             )
         with self._weighted(samples_of(inputs)) as samples:
-            loss = self._loss_fn(self.outputs(inputs), target)
-            loss.backward()
+            loss = self._passes(inputs, target, self._loss_fn)
         if self.ranks.size == 1:
-            return loss.detach()
+            return loss
         # The mean over no samples is not a number.
-        value = loss.detach().double() * samples if samples else loss.new_zeros(()).double()
+        value = loss.double() * samples if samples else loss.new_zeros(()).double()
         totals = torch.stack([value, loss.new_tensor(samples).double()])
         dist.all_reduce(totals, group=self.ranks.group)
         return (totals[0] / totals[1]).to(loss.dtype)
+
+    def _passes(self, inputs: Any, target: Any, loss_fn: Callable[..., Any]) -> torch.Tensor:
+        """Run a batch in as many passes as were planned; return its mean loss on this rank.
+
+        Ranks reduce gradients in the last pass; before it, each adds them up.
+        """
+        samples = samples_of(inputs)
+        sizes = sizes_of(samples, self.options.microbatches or 1)
+        if len(sizes) < 2:
+            loss: torch.Tensor = loss_fn(self.outputs(inputs), target)
+            loss.backward()
+            return loss.detach()
+        # fsdp2 has no such context: it reduces in each pass.
+        alone = getattr(self.model, "no_sync", contextlib.nullcontext)
+        parts = list(zip(split(inputs, sizes), split(target, sizes), sizes, strict=True))
+        total = torch.zeros(())
+        for number, (some_inputs, some_target, size) in enumerate(parts):
+            is_last = number == len(parts) - 1
+            with contextlib.nullcontext() if is_last else alone():
+                part = loss_fn(self.outputs(some_inputs), some_target) * (size / samples)
+                part.backward()
+            total = total.to(part) + part.detach()
+        return total
 
     def outputs(self, inputs: Any) -> Any:
         """Return what the model returns for inputs as `forward_backward` takes them.

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.core.errors import PacelineError
+from paceline.core.plan import Mesh, Plan
 from paceline.training import Trainer, prepare
 from paceline.training.compression import DensitySchedule, DGCOptions
 from paceline.training.optimizers import LARS, parameter_groups
@@ -70,6 +71,28 @@ def far(model, other):
     states = zip(model.state_dict().values(), other.state_dict().values(), strict=True)
     pairs = [(a, b) for a, b in states if a.numel()]
     return max(float((full(a).double() - full(b).double()).abs().max()) for a, b in pairs)
+
+
+def case_planned(rank, ranks, engine):
+    """Three steps by a plan of four passes, whose layers are computed again."""
+    model, forwards = net(), []
+    model[0].register_forward_hook(lambda *_: forwards.append(1))
+    plan = Plan(mesh=Mesh(data=ranks), engine=engine, microbatches=4, recompute="full")
+    prepared = prepare(model, sgd(model), plan, loss_fn=nn.functional.mse_loss)
+    for step in range(3):
+        given, wanted = (part.chunk(ranks)[rank] for part in data(step, 8 * ranks))
+        prepared.optimizer.zero_grad()
+        prepared.forward_backward(given, wanted)
+        prepared.optimizer.step()
+    reference = net()
+    alone(reference, sgd(reference), 3, ranks)
+    trained = prepared.state_dict()["model"]
+    expected = reference.state_dict()
+    return {
+        "passes": prepared.options.microbatches,
+        "forwards": len(forwards),
+        "far": max(float((full(trained[key]) - expected[key]).abs().max()) for key in expected),
+    }
 
 
 def case_nan(rank, ranks, engine):

@@ -144,7 +144,7 @@ class CapturedSpace:
 def best_of(estimates: Sequence[Estimate], batch: int, seconds: float) -> PlanSearch:
     """Return the outcome of a search that priced each plan.
 
-    Of plans that are predicted equally fast, the one that comes first wins.
+    Of plans that are predicted equally fast, the smallest wins, and of equal ones the first.
 
     Args:
         estimates: of each plan, with the same samples in a step.
@@ -154,7 +154,11 @@ def best_of(estimates: Sequence[Estimate], batch: int, seconds: float) -> PlanSe
     fitting = [estimate for estimate in estimates if estimate.fits]
     front = plan_front([_priced(estimate, batch) for estimate in fitting])
     smallest = min(estimates, key=lambda estimate: estimate.needed_memory_bytes)
-    best = min(fitting, key=lambda estimate: estimate.step_time_s, default=smallest)
+    best = min(
+        fitting,
+        key=lambda estimate: (estimate.step_time_s, estimate.needed_memory_bytes),
+        default=smallest,
+    )
     needed = smallest.needed_memory_bytes / 2**30
     return PlanSearch(
         compared=len(estimates),

@@ -71,7 +71,7 @@ def measure_step(
         processes=ranks,
     )
     known = known_times(key)
-    job = _Job(target=target, ranks=ranks, setting=setting, deadline_s=deadline_s)
+    job = _StepProcesses(target=target, ranks=ranks, setting=setting, deadline_s=deadline_s)
     allowed = allowed_cores()
     answers = job.ask(
         StepAnswer,
@@ -112,7 +112,7 @@ def measure_forms(
     """
     torch_version()
     setting = allocator_setting(allocator, environment())
-    job = _Job(target=target, ranks=ranks, setting=setting, deadline_s=deadline_s)
+    job = _StepProcesses(target=target, ranks=ranks, setting=setting, deadline_s=deadline_s)
     allowed = allowed_cores()
 
     def cores(rank: int, form: StepForm) -> tuple[int, ...]:
@@ -136,7 +136,7 @@ def measure_forms(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Job:
+class _StepProcesses:
     """Processes that measure a step at the same time, one for each rank."""
 
     target: str
