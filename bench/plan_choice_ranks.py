@@ -1,4 +1,4 @@
-"""One rank of `plan_choice.py`: trains by the plans that it is told, in turn.
+"""One rank of `plan_choice.py`: trains by several plans in turn.
 
     python bench/plan_choice_ranks.py TARGET BATCH RANK RANKS STORE PLANS
 
