@@ -27,7 +27,9 @@ def test_a_recomputed_step_keeps_less_and_computes_more():
     assert sum(layer.saved_bytes for layer in again.layers) < sum(
         layer.saved_bytes for layer in before.layers
     )
-    calls = [sum(op.count for layer in w.layers for op in layer.operations) for w in (before, again)]
+    calls = [
+        sum(op.count for layer in w.layers for op in layer.operations) for w in (before, again)
+    ]
     assert calls[1] > calls[0]
     assert capture(step) == before  # the module is as it was
 
