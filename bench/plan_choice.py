@@ -40,7 +40,9 @@ from paceline.core.foreign_cpu import cpu_use
 
 HERE = Path(__file__).parent
 RANKS = (2, 4)
-PLANS = {2: 7, 4: 5}
+# How many plans of so many ranks, with more threads than their share of the cores or not: one of
+# the former is enough to see whether the planner knows.
+PLANS = {(2, False): 6, (2, True): 1, (4, False): 5}
 ROUNDS, ROUND_S = 5, 0.4
 QUICK_ROUNDS, QUICK_ROUND_S = 3, 0.2
 WARM, LEAST_STEPS, MOST_STEPS = 2, 3, 60
@@ -102,9 +104,11 @@ def drawn(space, seed):
     draw = random.Random(seed)
     plans = space.plans()
     chosen = []
-    for ranks, count in PLANS.items():
+    for (ranks, crowded), count in PLANS.items():
+        share = max(1, space.cores // ranks)
         own = [plan for plan in plans if plan.mesh.data == ranks]
-        kept = [own[0]] if ranks == RANKS[0] else []  # a space begins with the default
+        own = [plan for plan in own if (plan.threads > share) == crowded]
+        kept = own[: not chosen]  # a space begins with the default
         chosen += kept + draw.sample([plan for plan in own if plan not in kept], count - len(kept))
     return chosen
 

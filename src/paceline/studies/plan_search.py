@@ -117,12 +117,30 @@ class TargetPlans:
                 raise refuse_to_measure(self.machine, why_not)
             return self._said(by_rates)
         try:
-            self._measure(wanted, on_progress)
+            return self._said(self._until_fastest_ran(by_rates, wanted, on_progress))
         except NO_STEP as problem:
             if compute == "measured":
                 raise
             return self._said([with_warning(each, problem) for each in by_rates])
-        return self._said([self._priced(each) for each in by_rates])
+
+    def _until_fastest_ran(
+        self, by_rates: list[Estimate], wanted: list[Estimate], on_progress: Callable[[str], None]
+    ) -> list[Estimate]:
+        """Measure forms until no plan that is priced from rates alone is as fast as one that ran.
+
+        Rates may promise more than steps that run take: a plan that did not run must not win by it.
+        """
+        while wanted:
+            self._measure(wanted, on_progress)
+            priced = [self._priced(each) for each in by_rates]
+            ran = [self._form(each.plan) in self.measured for each in by_rates]
+            pairs = list(zip(priced, ran, strict=True))
+            fastest_s = min(each.step_time_s for each, is_measured in pairs if is_measured)
+            wanted = [
+                each for each, is_measured in pairs
+                if not is_measured and each.step_time_s <= fastest_s
+            ]  # fmt: skip
+        return priced
 
     def _priced(self, by_rates: Estimate) -> Estimate:
         plan = by_rates.plan
