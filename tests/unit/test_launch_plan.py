@@ -127,6 +127,9 @@ def test_what_only_the_script_can_set_is_said_in_one_line():
     assert "precision = bfloat16, loader_workers = 2" in line
     (line,) = plan_warnings(Plan(mesh=Mesh(pipeline=2)), ProgramKind.SCRIPT)
     assert "mesh.pipeline = 2" in line
+    passes = Plan(mesh=Mesh(data=2), microbatches=4)
+    (line,) = plan_warnings(passes, ProgramKind.SCRIPT)
+    assert "microbatches = 4: only the script itself" in line
     (line,) = plan_warnings(Plan(engine="sharded"), ProgramKind.SCRIPT)
     assert "engine = sharded" in line
     (line,) = plan_warnings(Plan(zero=1, recompute="full"), ProgramKind.SCRIPT)

@@ -133,8 +133,8 @@ class CapturedSpace:
         )
 
     def _buckets(self, ranks: int) -> tuple[int | None, ...]:
-        """Return sizes; None: those of the base plan."""
-        if ranks == 1:
+        """Return sizes; None: those of the base plan. Sizes that hold all alike are not varied."""
+        if ranks == 1 or self.trained_bytes <= self.base.first_bucket_bytes:
             return (None,)
         smaller = [size for size in BUCKETS if size < self.trained_bytes]
         larger = [size for size in BUCKETS if size >= self.trained_bytes][:1]
