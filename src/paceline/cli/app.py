@@ -30,6 +30,7 @@ VERBS = {
     "run": "Run a PyTorch script on several ranks and record where its time goes.",
     "record": "Record the ranks that torchrun, accelerate or another launcher starts.",
     "why": "Say which rank was late in a run, and why.",
+    "characterize": "Sweep a program's settings: how it scales here, and which of them pay.",
     "report": "Report a run: verdict, time by phase, skew, prediction against measurement.",
     "queue": "Share devices between jobs: run a queue (serve), or play one (simulate).",
     "fed": "Train on data that stays with its owners (run, simulate, ledger).",
@@ -94,7 +95,7 @@ def _drop_stdout() -> None:
 
 def _wants_json(argv: list[str]) -> bool:
     """Return whether ``--json`` was given to Paceline, not to the program after it."""
-    if not argv or argv[0] not in ("run", "record"):
+    if not argv or argv[0] not in ("run", "record", "characterize"):
         return "--json" in (argv[: argv.index("--")] if "--" in argv else argv)
     command = getattr(importlib.import_module(f"paceline.cli.{argv[0]}"), argv[0])
     takes_value = {

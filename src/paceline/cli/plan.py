@@ -114,7 +114,8 @@ Example: paceline plan examples/digits_step.py:step -n 2
     multiple=True,
     metavar="RUN",
     type=click.Path(path_type=Path),
-    help="Correct the machine by a run that followed a plan of this model; several times: by all.",
+    help="Correct the machine by a run that followed a plan of this model, or by those of paceline "
+    "characterize; several times: by all.",
 )
 @click.option(
     "--compute",
@@ -168,6 +169,10 @@ def plan(
     makes the prediction less certain: too little memory, operators whose rate was not measured, a
     machine that was busy while it was probed, an extrapolation.
     """
+    if runs:
+        from paceline.runs.characterized import planned_runs
+
+        runs = planned_runs(runs)
     if machines:
         print_machines(as_json=as_json)
         return

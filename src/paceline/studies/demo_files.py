@@ -37,8 +37,11 @@ def make_folder() -> None:
         _MARK.touch()
 
 
-def write_images() -> int:
+def write_images(folder: Path = IMAGES) -> int:
     """Write scikit-learn's digits as PNG files, a folder per class; return how many.
+
+    Args:
+        folder: to write, which is not there.
 
     Raises:
         Missing: scikit-learn or Pillow is not installed.
@@ -48,12 +51,12 @@ def write_images() -> int:
         from sklearn.datasets import load_digits
     except ImportError as problem:
         raise Missing(
-            f"the demo needs {problem.name}", fix="pip install 'paceline[demo]'"
+            f"the handwritten digits need {problem.name}", fix="pip install 'paceline[demo]'"
         ) from problem
     digits = load_digits()
     for label in sorted(set(digits.target.tolist())):
-        (IMAGES / str(label)).mkdir(parents=True)
+        (folder / str(label)).mkdir(parents=True)
     pixels = (digits.images * (255 / 16)).round().astype("uint8")
     for i, (image, label) in enumerate(zip(pixels, digits.target.tolist(), strict=True)):
-        Image.fromarray(image).save(IMAGES / str(label) / f"{i:04d}.png")
+        Image.fromarray(image).save(folder / str(label) / f"{i:04d}.png")
     return len(pixels)

@@ -32,7 +32,8 @@ Example: paceline queue serve --policy fifo
     "--rates",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="CSV file of measured rates by profile, for elastic jobs.",
+    help="CSV file of measured rates by profile, or what paceline characterize wrote, for elastic "
+    "jobs.",
 )
 @click.option(
     "--sharing",

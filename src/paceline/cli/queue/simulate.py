@@ -67,7 +67,8 @@ Example: paceline queue simulate jobs.csv --cluster 4x8 --policy all --out queue
 @click.option(
     "--rates",
     type=click.Path(path_type=Path),
-    help="File of measured rates, for formats csv and gavel; folder of profiles for adaptdl.",
+    help="File of measured rates, for formats csv and gavel, or what paceline characterize wrote; "
+    "folder of profiles for adaptdl.",
 )
 @click.option(
     "--objective",

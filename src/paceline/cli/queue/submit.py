@@ -39,8 +39,8 @@ Example: paceline queue submit -n 2 --work 5000 -- python train.py --epochs 5
     type=click.Path(path_type=Path),
     multiple=True,
     metavar="FILE|RUN",
-    help="Measured rates of its profile: a CSV file, or the folder of a run, in steps; may be "
-    "given several times.",
+    help="Measured rates of its profile: a CSV file, what paceline characterize wrote, or the "
+    "folder of a run, in steps; may be given several times.",
 )
 @click.option(
     "--device-type", "device_types", multiple=True, metavar="TYPE", help="May be given again."

@@ -38,6 +38,7 @@ _AXIS_NAMES = {
     "%": "percent of jobs",
     "% of bytes": "percent of bytes",
 }
+_WHOLE = ("step", "ranks")  # units of which there are no parts
 # Values are kept as logarithms in two bytes: 1 ns to 10,000 s, within 0.03 %; 0 stands for 0.
 _LEAST_S, _DECADES = 1e-9, 13
 
@@ -67,7 +68,7 @@ class Chart:
         name: part of the ids of its elements, unique on the page.
         title: what it shows, in a few words.
         description: how to read it, for those who do not see it.
-        unit: of its horizontal axis: step, s, h, % of jobs, or % of bytes.
+        unit: of its horizontal axis: step, ranks, s, h, % of jobs, or % of bytes.
         end: the axis goes from 0 to here.
         height_px: of the plot.
         marks: of the plot; x from 0 to `FIELD`, y in pixels.
@@ -202,7 +203,7 @@ def _encoded(values: Values) -> dict[str, str]:
 def _axis(chart: Chart) -> str:
     """Return the horizontal axis; every second number gives way on a narrow page."""
     parts = [svg.line(0, 0.5, "100%", 0.5, "rule")]
-    numbers = [at for at in svg.ticks(chart.end, 7) if chart.unit != "step" or at == int(at)]
+    numbers = [at for at in svg.ticks(chart.end, 7) if chart.unit not in _WHOLE or at == int(at)]
     for i, at in enumerate(numbers):
         place = svg.percent(at / (chart.end or 1.0))
         narrow = " spare" if i % 2 else ""

@@ -1,5 +1,7 @@
 """Reads our own CSV of jobs, and of their rates: docs/reference/queue-csv.md describes both.
 
+Rates may also be a scaling profile, as `paceline characterize` writes it.
+
 The columns of a job are the fields of `Job`, so that what a job has, a file can say; `duration_s`
 stands for `work` of a job whose profile has no rates. An empty field is the field's default.
 """
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from paceline.core.errors import ConfigError, CorruptData
 from paceline.core.record import nearest
+from paceline.core.scaling_profile import is_profile, read_profile
 from paceline.scheduler.formats.lines import read_table, whole
 from paceline.scheduler.formats.workload import Queue
 from paceline.scheduler.job import Job
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from paceline.core.scaling_profile import ScalingProfile
     from paceline.scheduler.formats.lines import Row
 
 DURATION = "duration_s"
@@ -62,12 +66,18 @@ def read_jobs(path: Path, rates: Path | None = None) -> Queue:
 
 
 def read_rates(path: Path) -> dict[str, Profile]:
-    """Return profiles by name from a CSV of measured rates.
+    """Return profiles by name from a CSV of measured rates, or from `paceline characterize`.
+
+    Args:
+        path: of a CSV, of a scaling profile, or of the folder of a sweep that has one.
 
     Raises:
         NotFound: there is no such file.
         CorruptData: a line cannot be read; the message names file, line and field.
+        ConfigError: a scaling profile cannot be read.
     """
+    if is_profile(path):
+        return profiles_of(read_profile(path))
     alone: dict[str, dict[str, dict[int, float]]] = {}
     spread: dict[str, dict[tuple[str, int], float]] = {}
     exchange: dict[str, dict[str, Exchange]] = {}
@@ -85,6 +95,27 @@ def read_rates(path: Path) -> dict[str, Profile]:
         name: Profile(alone=rates, spread=spread.get(name, {}), exchange=exchange.get(name, {}))
         for name, rates in alone.items()
     }
+
+
+def profiles_of(characterized: ScalingProfile) -> dict[str, Profile]:
+    """Return the rates of each curve of a scaling profile, by its name; a rank is a device."""
+    kind = characterized.device_type
+    found = {}
+    for curve in characterized.curves:
+        most = curve.points[-1]
+        exchange = {}
+        if most.ranks > 1 and most.reduced_bytes and most.computing_s:
+            exchange[kind] = Exchange(most.reduced_bytes, most.computing_s)
+        found[curve.name] = Profile(
+            alone={kind: {point.ranks: point.throughput.value for point in curve.points}},
+            spread={
+                (kind, point.ranks): point.spread
+                for point in curve.points
+                if point.spread is not None
+            },
+            exchange=exchange,
+        )
+    return found
 
 
 def _exchange(row: Row) -> Exchange:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import ConfigError, UsageError
 from paceline.core.files import read_text
 from paceline.core.record import Record, nearest
+from paceline.core.scaling_profile import is_profile
 from paceline.runs.folder import RunFolder
 from paceline.scheduler.formats.queue_csv import read_rates
 from paceline.scheduler.rates.corrected import CorrectedRates, Learned
@@ -129,7 +130,8 @@ def read_measured(rates: Path | None, sharing: Path | None) -> MeasuredRates:
     """Return what is known of rates.
 
     Args:
-        rates: CSV file; None: every job makes a unit of work per second.
+        rates: CSV file, or scaling profile of `paceline characterize`; None: every job
+            makes a unit of work per second.
         sharing: JSON file; None: no job shares devices.
 
     Raises:
@@ -154,8 +156,8 @@ def read_given(paths: Sequence[Path], profile: str) -> tuple[str, dict[str, dict
     """Return a profile and its rates by device type and number of devices, from files of a user.
 
     Args:
-        paths: CSV files as of `read_measured`, and folders of runs: these count steps on as many
-            devices as they had ranks, of any type.
+        paths: CSV files and scaling profiles as of `read_measured`, and folders of runs: these
+            count steps on as many devices as they had ranks, of any type.
         profile: name of the rates' class; empty: the only one that the CSV files have.
 
     Raises:
@@ -166,7 +168,7 @@ def read_given(paths: Sequence[Path], profile: str) -> tuple[str, dict[str, dict
     by_profile: dict[str, dict[str, dict[str, float]]] = {}
     of_runs: dict[str, float] = {}
     for path in paths:
-        if path.is_dir():
+        if path.is_dir() and not is_profile(path):
             ranks, rate = _rate_of_run(path)
             of_runs[str(ranks)] = rate
             continue

@@ -1,0 +1,107 @@
+"""Figures of repeats: the mean, and the interval that another sweep's mean is expected to meet.
+
+Repeats of all cells are run by turns, so that what drifts on the machine within the sweep (clock
+rates, other users) is among the spread of each cell's repeats. On the logarithmic scale, with n
+repeats and standard deviation s::
+
+    half width = t(0.975, n - 1) x max(s, pooled) / sqrt(n)
+
+`pooled` is the deviation of all cells' repeats together: three repeats that happen to agree do not
+prove a machine without noise. Two sweeps agree where the difference of their logarithms is within
+the square root of the sum of the squared half widths.
+Source: Student, The probable error of a mean, Biometrika 1908; G. Box, W. Hunter, J. Hunter,
+Statistics for Experimenters, 2nd edition, section 3.3 (pooled deviations, randomised blocks).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import TYPE_CHECKING
+
+from paceline.core.scaling_profile import RepeatedFigure
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+# Quantiles 0.975 of Student's t with 1, 2, ... degrees of freedom; beyond the last one the normal
+# quantile, which is 2 % less.
+_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179,
+         2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064,
+         2.060, 2.056, 2.052, 2.048, 2.045, 2.042)  # fmt: skip
+_NORMAL_95 = 1.960
+
+
+def repeated(values: Sequence[float], pooled_log_sd: float = 0.0) -> RepeatedFigure:
+    """Return the figure of repeats.
+
+    Args:
+        values: positive, at least one.
+        pooled_log_sd: standard deviation of logarithms over all cells, see `pooled_log_sd`.
+    """
+    logs = [math.log(value) for value in values]
+    mean = math.fsum(logs) / len(logs)
+    if len(logs) < 2:
+        return RepeatedFigure(value=math.exp(mean), repeats=1)
+    own = statistics.stdev(logs)
+    width = _t(len(logs) - 1) * max(own, pooled_log_sd) / math.sqrt(len(logs))
+    return RepeatedFigure(
+        value=math.exp(mean),
+        low=math.exp(mean - width),
+        high=math.exp(mean + width),
+        variation=statistics.stdev(values) / statistics.fmean(values),
+        repeats=len(logs),
+    )
+
+
+def plain(values: Sequence[float]) -> RepeatedFigure:
+    """Return the arithmetic mean of repeats of a figure that may be 0 or less, as a loss or score.
+
+    The interval is that of `repeated` on the plain scale, of the cell's own deviation.
+    """
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return RepeatedFigure(value=mean, repeats=1)
+    deviation = statistics.stdev(values)
+    width = _t(len(values) - 1) * deviation / math.sqrt(len(values))
+    return RepeatedFigure(
+        value=mean,
+        low=mean - width,
+        high=mean + width,
+        variation=deviation / abs(mean) if mean else None,
+        repeats=len(values),
+    )
+
+
+def pooled_log_sd(cells: Iterable[Sequence[float]]) -> float:
+    """Return the standard deviation of the repeats' logarithms around their cells' means.
+
+    0 where no cell was repeated.
+    """
+    squares, freedom = 0.0, 0
+    for values in cells:
+        if len(values) > 1:
+            logs = [math.log(value) for value in values]
+            squares += statistics.variance(logs) * (len(logs) - 1)
+            freedom += len(logs) - 1
+    return math.sqrt(squares / freedom) if freedom else 0.0
+
+
+def agree(first: RepeatedFigure, second: RepeatedFigure) -> bool:
+    """Return whether two sweeps' figures differ by no more than their intervals allow.
+
+    >>> wide = RepeatedFigure(value=10.0, low=9.0, high=11.1, repeats=3)
+    >>> agree(wide, RepeatedFigure(value=11.2, low=10.2, high=12.3, repeats=3))
+    True
+    >>> agree(wide, RepeatedFigure(value=13.0, low=12.0, high=14.1, repeats=3))
+    False
+    """
+    widths = [
+        math.log(figure.high / figure.low) / 2 if figure.low and figure.high else 0.0
+        for figure in (first, second)
+    ]
+    return abs(math.log(first.value / second.value)) <= math.hypot(*widths)
+
+
+def _t(freedom: int) -> float:
+    return _T_95[freedom - 1] if freedom <= len(_T_95) else _NORMAL_95
