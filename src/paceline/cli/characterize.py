@@ -103,7 +103,7 @@ Then: paceline queue simulate jobs.csv --rates paceline-characterize/profile.jso
 @click.option(
     "--limit",
     callback=_seconds,
-    default="30m",
+    default="10m",
     show_default=True,
     metavar="TIME",
     help="Longest time of a single run, which has failed then.",
@@ -204,8 +204,9 @@ def characterize(  # a flag for each axis and each part of a sweep
         f"paceline characterize: {script or _subject_words(predict)}, writing {out}", err=True
     )
     from paceline.core.clock import SystemClock
+    from paceline.core.errors import Interrupted
     from paceline.launch.program import find_program
-    from paceline.studies.characterize.study import StudyOptions, make_study
+    from paceline.studies.characterize.study import SweepOptions, make_study
     from paceline.studies.characterize.sweep import SweepLimits
 
     axes = {name: values for name, values in named.items() if values} | dict(map(_own_axis, vary))
@@ -215,7 +216,7 @@ def characterize(  # a flag for each axis and each part of a sweep
         profile = _predicted(axes, ranks, machine, cross=cross, jitter=jitter, kind=device_type)
         _write(profile, out, as_json=as_json, is_new=True)
         return
-    options = StudyOptions(
+    options = SweepOptions(
         axes=axes,
         ranks=ranks,
         cross=cross,
@@ -239,8 +240,12 @@ def characterize(  # a flag for each axis and each part of a sweep
         return
     limits = SweepLimits(repeats=repeats, budget_s=budget, cell_s=limit)
     clock = SystemClock()
-    with _Screen(len(study.cells) * repeats) as screen:
-        profile = study.run(out, limits, clock, screen)
+    with _SweepScreen(len(study.cells) * repeats) as screen:
+        try:
+            profile = study.run(out, limits, clock, screen)
+        except Interrupted:
+            click.echo("characterize: the same command goes on where it was", err=True)
+            raise
     _write(profile, out, as_json=as_json)
 
 
@@ -300,7 +305,7 @@ def _write(profile: ScalingProfile, out: Path, *, as_json: bool, is_new: bool = 
     click.echo(f"characterize: wrote {out / PROFILE_NAME} and {out / _PAGE}", err=True)
 
 
-class _Screen:
+class _SweepScreen:
     """Shows the sweep's progress: a live line on a terminal, and a line for each run."""
 
     def __init__(self, runs: int) -> None:

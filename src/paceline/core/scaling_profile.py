@@ -49,7 +49,7 @@ class RepeatedFigure(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CurvePoint(Record):
+class RankPoint(Record):
     """What a job does on a number of ranks; seconds and bytes are per step, means over ranks.
 
     Attributes:
@@ -112,7 +112,7 @@ class ScalingCurve(Record):
 
     name: str
     settings: dict[str, str]
-    points: tuple[CurvePoint, ...]
+    points: tuple[RankPoint, ...]
 
     @property
     def efficient_ranks(self) -> int:
@@ -124,7 +124,7 @@ class ScalingCurve(Record):
             most = point.ranks
         return most
 
-    def point(self, ranks: int) -> CurvePoint | None:
+    def point(self, ranks: int) -> RankPoint | None:
         """Return what was measured on so many ranks; None if it was not."""
         return next((point for point in self.points if point.ranks == ranks), None)
 

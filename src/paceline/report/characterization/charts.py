@@ -20,7 +20,7 @@ from paceline.report.page.chart import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from paceline.core.scaling_profile import CurvePoint, ScalingProfile
+    from paceline.core.scaling_profile import RankPoint, ScalingProfile
     from paceline.report.page.svg import Point
 
 _HEIGHT_PX = 260.0
@@ -104,7 +104,7 @@ def _line(
 
 
 def _bar(
-    point: CurvePoint, x: Callable[[float], float], y: Callable[[float], float], style: str
+    point: RankPoint, x: Callable[[float], float], y: Callable[[float], float], style: str
 ) -> list[str]:
     low, high = point.throughput.low, point.throughput.high
     at = x(point.ranks)

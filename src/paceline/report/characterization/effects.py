@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from paceline.core.scaling_profile import (
-        CurvePoint,
+        RankPoint,
         RepeatedFigure,
         ScalingCurve,
         ScalingProfile,
@@ -38,8 +38,8 @@ class SettingEffect(NamedTuple):
     ratio: float
     low: float
     high: float
-    point: CurvePoint
-    base: CurvePoint
+    point: RankPoint
+    base: RankPoint
 
     @property
     def is_known(self) -> bool:
@@ -104,7 +104,10 @@ def _effect(axis: str, curve: ScalingCurve, base: ScalingCurve, ranks: int) -> S
 
 
 def half_width(figure: RepeatedFigure) -> float:
-    """Return half the interval's width on the logarithmic scale; 0 where there is none."""
-    if not figure.low or not figure.high:
+    """Return half the interval's width on the logarithmic scale; 0 where repeats do not give it.
+
+    Intervals of predictions rest on the same figures of a machine, which cancel in a ratio.
+    """
+    if not figure.repeats or not figure.low or not figure.high:
         return 0.0
     return math.log(figure.high / figure.low) / 2

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from paceline.core.scaling_profile import (
-        CurvePoint,
+        RankPoint,
         RepeatedFigure,
         ScalingCurve,
         ScalingProfile,
     )
 
-Rows = tuple[list[str], list[list[str]]]
+TableRows = tuple[list[str], list[list[str]]]
 
 
-def scaling(profile: ScalingProfile) -> Rows:
+def scaling(profile: ScalingProfile) -> TableRows:
     """Return heads and rows of throughput and efficiency by curve and ranks."""
     scores = _score_names(profile)
     heads = [
@@ -50,7 +50,7 @@ def scaling(profile: ScalingProfile) -> Rows:
     return heads, rows
 
 
-def use(profile: ScalingProfile) -> Rows:
+def use(profile: ScalingProfile) -> TableRows:
     """Return heads and rows of what a step takes of the machine: cores, memory, transfers."""
     heads = [
         *("settings", "ranks", "step, p95", "cores busy", "computing", "peak memory"),
@@ -74,7 +74,7 @@ def use(profile: ScalingProfile) -> Rows:
     return heads, rows
 
 
-def changes(profile: ScalingProfile) -> Rows:
+def changes(profile: ScalingProfile) -> TableRows:
     """Return heads and rows of the effect of each single change; none without a change."""
     scores = _score_names(profile)
     heads = ["change", "from", "to", "ranks", "throughput x", "interval", *scores]
@@ -105,7 +105,7 @@ def interval(figure: RepeatedFigure) -> str:
     return f"{significant(figure.low)} to {significant(figure.high)}"
 
 
-def _points(profile: ScalingProfile) -> Iterator[tuple[ScalingCurve, CurvePoint]]:
+def _points(profile: ScalingProfile) -> Iterator[tuple[ScalingCurve, RankPoint]]:
     for curve in profile.curves:
         for point in curve.points:
             yield curve, point
@@ -115,7 +115,7 @@ def _score_names(profile: ScalingProfile) -> list[str]:
     return list(dict.fromkeys(name for _, point in _points(profile) for name in point.scores))
 
 
-def _score(point: CurvePoint, name: str) -> str:
+def _score(point: RankPoint, name: str) -> str:
     figure = point.scores.get(name)
     return significant(figure.value) if figure else ""
 
@@ -124,7 +124,7 @@ def _share(share: float | None) -> str:
     return "" if share is None else format_share(share)
 
 
-def _computing(point: CurvePoint) -> str:
+def _computing(point: RankPoint) -> str:
     """Return the share of a step in which a rank computes."""
     total = sum(point.phases.values())
     phases = ("forward", "backward", "optimizer")

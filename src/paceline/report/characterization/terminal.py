@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from paceline.core.scaling_profile import ScalingProfile
-    from paceline.report.characterization.tables import Rows
+    from paceline.report.characterization.tables import TableRows
 
 
 def render_profile(profile: ScalingProfile) -> Group:
@@ -27,7 +27,7 @@ def render_profile(profile: ScalingProfile) -> Group:
     first, *others = advice(profile)
     parts.append(Text(printable(first), style="bold"))
     parts += [Text(printable(f"- {sentence}")) for sentence in others]
-    parts += [Text(), _table(tables.scaling(profile))]
+    parts += [Text(), _table(tables.scaling(profile), names=2)]
     changes = tables.changes(profile)
     if changes[1]:
         parts += [Text(), Text("One change at a time"), _table(changes, names=3)]
@@ -36,7 +36,7 @@ def render_profile(profile: ScalingProfile) -> Group:
     return Group(*parts)
 
 
-def _table(rows: Rows, names: int = 1) -> FittingTable:
+def _table(rows: TableRows, names: int = 1) -> FittingTable:
     heads, lines = rows
     return FittingTable(
         heads=tuple(map(printable, heads)),

@@ -12,7 +12,7 @@ from paceline.report.words import DOING
 
 if TYPE_CHECKING:
     from paceline.core.scaling_profile import (
-        CurvePoint,
+        RankPoint,
         RepeatedFigure,
         ScalingCurve,
         ScalingProfile,
@@ -84,7 +84,7 @@ def scaling_words(curve: ScalingCurve) -> str:
     )
 
 
-def _efficiency_interval(point: CurvePoint, fewest: CurvePoint) -> str:
+def _efficiency_interval(point: RankPoint, fewest: RankPoint) -> str:
     width = math.hypot(half_width(point.throughput), half_width(fewest.throughput))
     if not width:
         return ""
@@ -92,7 +92,7 @@ def _efficiency_interval(point: CurvePoint, fewest: CurvePoint) -> str:
     return f" ({format_share(low)} to {format_share(high)})"
 
 
-def _why(fewest: CurvePoint, point: CurvePoint) -> str:
+def _why(fewest: RankPoint, point: RankPoint) -> str:
     """Return which phases of a step grew, the largest growth first."""
     step_s = sum(fewest.phases.values())
     grown = {name: seconds - fewest.phases.get(name, 0.0) for name, seconds in point.phases.items()}

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from paceline.core.breakdown import PHASES
 from paceline.core.scaling_profile import (
-    CurvePoint,
     FailedCell,
+    RankPoint,
     RepeatedFigure,
     ScalingCurve,
     ScalingProfile,
 )
 from paceline.studies.characterize.axes import BATCH
-from paceline.studies.characterize.figures import plain, pooled_log_sd, repeated
+from paceline.studies.characterize.figures import PooledSpread, plain, pool, repeated
 from paceline.studies.characterize.log import RUNS_NAME
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def make_profile(facts: SweepFacts, cells: Sequence[Cell], log: SweepLog) -> Sca
         log: with the runs.
     """
     runs = {cell.key: log.ended(cell) for cell in cells}
-    pooled = pooled_log_sd([[run.throughput for run in ended] for ended in runs.values()])
+    pooled = pool([run.throughput for run in ended] for ended in runs.values())
     curves = []
     for name in dict.fromkeys(cell.name for cell in cells):
         own = [cell for cell in cells if cell.name == name and runs[cell.key]]
@@ -116,7 +116,7 @@ def _left_out(
     return found
 
 
-def with_efficiency(points: Sequence[CurvePoint]) -> tuple[CurvePoint, ...]:
+def with_efficiency(points: Sequence[RankPoint]) -> tuple[RankPoint, ...]:
     """Return the points of a curve with their efficiency against that of the fewest ranks."""
     ordered = sorted(points, key=lambda point: point.ranks)
     first = ordered[0].throughput.value / ordered[0].ranks
@@ -137,7 +137,9 @@ def limit_of(phases: Mapping[str, float]) -> str:
     return max(totals, key=lambda words: totals[words]) if any(totals.values()) else ""
 
 
-def _point(facts: SweepFacts, cell: Cell, runs: Sequence[CellRun], pooled: float) -> CurvePoint:
+def _point(
+    facts: SweepFacts, cell: Cell, runs: Sequence[CellRun], pooled: PooledSpread
+) -> RankPoint:
     phases = {
         name: statistics.fmean([run.phases.get(name, 0.0) for run in runs])
         for name in PHASES
@@ -146,7 +148,7 @@ def _point(facts: SweepFacts, cell: Cell, runs: Sequence[CellRun], pooled: float
     throughput = repeated([run.throughput for run in runs], pooled)
     planned = sorted((run for run in runs if run.is_planned), key=lambda run: run.throughput)
     middle = planned[(len(planned) - 1) // 2] if planned else None
-    return CurvePoint(
+    return RankPoint(
         ranks=cell.ranks,
         throughput=throughput,
         efficiency=1.0,

@@ -38,7 +38,7 @@ RATES = {"sgd": 0.05, "lars": 4.0}
 MOMENTUM, DECAY = 0.9, 1e-4
 
 
-class Rows(nn.Module):  # type: ignore[misc]  # torch is untyped to mypy here
+class RowTokens(nn.Module):  # type: ignore[misc]  # torch is untyped to mypy here
     """Turns an image into a token for each of its rows, with its place."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ def make_model(name: str) -> nn.Sequential:
         )
         for _ in range(2)
     ]
-    return nn.Sequential(Rows(), *blocks, nn.Flatten(), nn.Linear(SIDE * _EMBEDDING, CLASSES))
+    return nn.Sequential(RowTokens(), *blocks, nn.Flatten(), nn.Linear(SIDE * _EMBEDDING, CLASSES))
 
 
 def make_optimizer(name: str, model: nn.Module, step_batch: int) -> torch.optim.Optimizer:
@@ -193,6 +193,7 @@ def main() -> None:
             "loss": round(torch.stack(losses).mean().item(), 4) if losses else None,
         }
         options.result.write_text(json.dumps(scores))
+    dist.barrier()  # all ranks end together
     dist.destroy_process_group()
 
 

@@ -1,29 +1,32 @@
 """Figures of repeats: the mean, and the interval that another sweep's mean is expected to meet.
 
 Repeats of all cells are run by turns, so that what drifts on the machine within the sweep (clock
-rates, other users) is among the spread of each cell's repeats. On the logarithmic scale, with n
-repeats and standard deviation s::
+rates, other users) is among the spread of each cell's repeats. Three repeats say little about their
+spread, and those that happen to agree do not prove a machine without noise, so that a cell borrows
+from the others. On the logarithmic scale, with n repeats and variance s^2::
 
-    half width = t(0.975, n - 1) x max(s, pooled) / sqrt(n)
+    variance   = (d0 pooled^2 + (n - 1) s^2) / (d0 + n - 1)        d0 = `BORROWED`, 0 for one cell
+    half width = t(0.975, d0 + n - 1) x sqrt(variance / n)
 
-`pooled` is the deviation of all cells' repeats together: three repeats that happen to agree do not
-prove a machine without noise. Two sweeps agree where the difference of their logarithms is within
-the square root of the sum of the squared half widths.
-Source: Student, The probable error of a mean, Biometrika 1908; G. Box, W. Hunter, J. Hunter,
-Statistics for Experimenters, 2nd edition, section 3.3 (pooled deviations, randomised blocks).
+`pooled` is the deviation of all cells' repeats together. Two sweeps agree where the difference of
+their logarithms is within the square root of the sum of the squared half widths.
+Source: G. Smyth, Linear models and empirical Bayes methods, Stat. Appl. Genet. Mol. Biol. 3, 2004
+(moderated t; here with a fixed d0); G. Box, W. Hunter, J. Hunter, Statistics for Experimenters, 2nd
+edition, section 3.3 (randomised blocks).
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.scaling_profile import RepeatedFigure
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+BORROWED = 4  # degrees of freedom that a cell has of the other cells' spread
 # Quantiles 0.975 of Student's t with 1, 2, ... degrees of freedom; beyond the last one the normal
 # quantile, which is 2 % less.
 _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179,
@@ -32,19 +35,30 @@ _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 
 _NORMAL_95 = 1.960
 
 
-def repeated(values: Sequence[float], pooled_log_sd: float = 0.0) -> RepeatedFigure:
+class PooledSpread(NamedTuple):
+    """The deviation of logarithms around their cells' means, and its degrees of freedom."""
+
+    log_sd: float
+    freedom: int
+
+
+def repeated(values: Sequence[float], pooled: PooledSpread | None = None) -> RepeatedFigure:
     """Return the figure of repeats.
 
     Args:
         values: positive, at least one.
-        pooled_log_sd: standard deviation of logarithms over all cells, see `pooled_log_sd`.
+        pooled: of all cells, this one included; None: the cell's own spread alone counts.
     """
     logs = [math.log(value) for value in values]
     mean = math.fsum(logs) / len(logs)
     if len(logs) < 2:
         return RepeatedFigure(value=math.exp(mean), repeats=1)
-    own = statistics.stdev(logs)
-    width = _t(len(logs) - 1) * max(own, pooled_log_sd) / math.sqrt(len(logs))
+    own = len(logs) - 1
+    borrowed = max(0, min(BORROWED, pooled.freedom - own)) if pooled else 0
+    squares = own * statistics.variance(logs)
+    squares += borrowed * pooled.log_sd**2 if pooled else 0.0
+    freedom = own + borrowed
+    width = _t(freedom) * math.sqrt(squares / freedom / len(logs))
     return RepeatedFigure(
         value=math.exp(mean),
         low=math.exp(mean - width),
@@ -73,18 +87,15 @@ def plain(values: Sequence[float]) -> RepeatedFigure:
     )
 
 
-def pooled_log_sd(cells: Iterable[Sequence[float]]) -> float:
-    """Return the standard deviation of the repeats' logarithms around their cells' means.
-
-    0 where no cell was repeated.
-    """
+def pool(cells: Iterable[Sequence[float]]) -> PooledSpread:
+    """Return the spread of the repeats of all cells; 0 where no cell was repeated."""
     squares, freedom = 0.0, 0
     for values in cells:
         if len(values) > 1:
             logs = [math.log(value) for value in values]
             squares += statistics.variance(logs) * (len(logs) - 1)
             freedom += len(logs) - 1
-    return math.sqrt(squares / freedom) if freedom else 0.0
+    return PooledSpread(math.sqrt(squares / freedom) if freedom else 0.0, freedom)
 
 
 def agree(first: RepeatedFigure, second: RepeatedFigure) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import UsageError
 from paceline.core.plan import Mesh, Plan
-from paceline.core.scaling_profile import CurvePoint, RepeatedFigure, ScalingCurve, ScalingProfile
+from paceline.core.scaling_profile import RankPoint, RepeatedFigure, ScalingCurve, ScalingProfile
 from paceline.perf.transformer import Risks, estimate_transformer
 from paceline.studies.characterize.axes import BATCH, CHECKPOINTING, PRECISION
 from paceline.studies.characterize.curves import with_efficiency
@@ -78,7 +78,7 @@ def predict_profile(
     )
 
 
-def _point(machine: Machine, model: Architecture, cell: Cell, jitter: float) -> CurvePoint:
+def _point(machine: Machine, model: Architecture, cell: Cell, jitter: float) -> RankPoint:
     batch = int(cell.settings[BATCH]) * cell.ranks
     close = _estimate(machine, model, cell, batch, jitter)
     spread = None
@@ -86,7 +86,7 @@ def _point(machine: Machine, model: Architecture, cell: Cell, jitter: float) -> 
         device = replace(machine.devices[0], count=1)
         apart = replace(machine, devices=(device, *machine.devices[1:]))
         spread = close.step_time_s / _estimate(apart, model, cell, batch, jitter).step_time_s
-    return CurvePoint(
+    return RankPoint(
         ranks=cell.ranks,
         throughput=RepeatedFigure(
             value=batch / close.step_time_s,

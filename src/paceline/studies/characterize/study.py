@@ -31,13 +31,13 @@ from paceline.studies.characterize.sweep import Subject, SweepLimits, run_sweep
 
 if TYPE_CHECKING:
     from paceline.core.clock import Clock
-    from paceline.studies.characterize.sweep import Progress
+    from paceline.studies.characterize.sweep import SweepProgress
 
 SWEEP_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StudyOptions:
+class SweepOptions:
     """What to characterize.
 
     Attributes:
@@ -73,7 +73,7 @@ class StudyOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Study:
+class SweepStudy:
     """A characterization that is checked, before anything is written.
 
     Attributes:
@@ -84,14 +84,14 @@ class Study:
         notes: what the user should know before it runs.
     """
 
-    options: StudyOptions
+    options: SweepOptions
     axes: Mapping[str, tuple[str, ...]]
     cells: tuple[Cell, ...]
     threads: int
     notes: tuple[str, ...] = ()
 
     def run(
-        self, folder: Path, limits: SweepLimits, clock: Clock, progress: Progress
+        self, folder: Path, limits: SweepLimits, clock: Clock, progress: SweepProgress
     ) -> ScalingProfile:
         """Run what the folder does not have yet; write and return the profile of what it has then.
 
@@ -177,7 +177,7 @@ class Study:
         }
 
 
-def make_study(options: StudyOptions) -> Study:
+def make_study(options: SweepOptions) -> SweepStudy:
     """Check what is asked for, and return the study.
 
     Raises:
@@ -209,7 +209,7 @@ def make_study(options: StudyOptions) -> Study:
                 fix="Give whole numbers of at least 1",
             )
     cells = make_cells(base, axes, ranks, cross=options.cross)
-    return Study(options=options, axes=axes, cells=cells, threads=threads, notes=tuple(notes))
+    return SweepStudy(options=options, axes=axes, cells=cells, threads=threads, notes=tuple(notes))
 
 
 def _builtin_axes(given: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:

@@ -15,6 +15,7 @@ import signal
 import statistics
 import sys
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
     from paceline.studies.characterize.log import SweepLog
     from paceline.trace.format.header import Status
 
+_MANY, _LEAST_S = 10.0, 60.0
+_ATTEMPTS = 2  # of a cell that fails: what fails twice is not run again in this call
 _FAILURES = (ScriptFailed, RankLost, MemoryExceeded, DeadlineExceeded)
 
 
@@ -95,17 +98,18 @@ class SweepLimits:
     Attributes:
         repeats: of each cell.
         budget_s: for all runs of this call; what is left out is said.
-        cell_s: for one run; a script that takes longer has failed.
+        cell_s: for one run; a script that takes longer has failed. Once a run has ended, others
+            get `_MANY` times as long as they are expected to take, if that is less.
         seed: of the order of repeats.
     """
 
     repeats: int = 3
     budget_s: float = 600.0
-    cell_s: float = 1800.0
+    cell_s: float = 600.0
     seed: int = 0
 
 
-class Progress(Protocol):
+class SweepProgress(Protocol):
     """Gets what happens in a sweep."""
 
     def on_begin(self, cell: Cell, repeat: int, left: int, left_s: float) -> None:
@@ -131,7 +135,7 @@ def run_sweep(
     limits: SweepLimits,
     log: SweepLog,
     clock: Clock,
-    progress: Progress,
+    progress: SweepProgress,
 ) -> int:
     """Run what the log does not have yet, and return how many runs the budget left out.
 
@@ -149,20 +153,23 @@ def run_sweep(
         PacelineError: a run cannot be started at all.
     """
     waiting = _order(cells, limits, log)
-    begin_s, failed, left_out = clock.now_s(), set[str](), 0
+    begin_s, failures, left_out = clock.now_s(), Counter[str](), 0
     for number, (cell, repeat) in enumerate(waiting):
-        if cell.key in failed:
+        if failures[cell.key] >= _ATTEMPTS:
             continue
         left_s = limits.budget_s - (clock.now_s() - begin_s)
-        if number and _expected_s(cell, log) > left_s:
+        expected_s = _expected_s(cell, log)
+        if number and expected_s > left_s:
             left_out += 1
             continue
         progress.on_begin(cell, repeat, len(waiting) - number, left_s)
-        run = _Run(subject, cell, repeat, log, clock, limits.cell_s).execute(progress)
+        longest_s = max(_LEAST_S, _MANY * expected_s) if expected_s else limits.cell_s
+        deadline_s = min(longest_s, limits.cell_s)
+        run = _Run(subject, cell, repeat, log, clock, deadline_s).execute(progress)
         log.add(run)
         progress.on_end(run)
         if run.failure:
-            failed.add(cell.key)
+            failures[cell.key] += 1
             if cell is cells[0] and not log.ended(cell):
                 raise ScriptFailed(
                     "the baseline of the sweep does not run to its end",
@@ -189,7 +196,7 @@ def _order(cells: Sequence[Cell], limits: SweepLimits, log: SweepLog) -> list[tu
 def _expected_s(cell: Cell, log: SweepLog) -> float:
     """Return the seconds that a run of a cell takes, by what ran before."""
     own = [run.elapsed_s for run in log.ended(cell)]
-    return statistics.median(own or [run.elapsed_s for run in log.runs] or [0.0])
+    return statistics.median(own or [run.elapsed_s for run in log.runs if not run.failure] or [0.0])
 
 
 class _Run:
@@ -213,7 +220,7 @@ class _Run:
         self.name = f"{len(log.runs) + 1:03d}-{cell.key}"
         self.folder = log.folder / RUNS_NAME / self.name
 
-    def execute(self, progress: Progress) -> CellRun:
+    def execute(self, progress: SweepProgress) -> CellRun:
         """Run it; errors as `run_sweep`."""
         shutil.rmtree(self.folder, ignore_errors=True)
         begin_s, before = self.clock.now_s(), cpu_use()
@@ -243,7 +250,7 @@ class _Run:
     def _beside(self, suffix: str) -> Path:
         return self.folder.with_name(self.name + suffix)
 
-    def _failure(self, progress: Progress) -> str:
+    def _failure(self, progress: SweepProgress) -> str:
         """Run the ranks to their end; return why they did not come to it."""
         subject, cell = self.subject, self.cell
         result = self._beside(".json")
@@ -265,7 +272,7 @@ class _Run:
                 plan=subject.plans.plan(cell),
             )
         )
-        watch = _Watch(self.deadline_s)
+        watch = _RunDeadline(self.deadline_s)
         try:
             with _output_in(self._beside(".log")), watch:
                 execute(
@@ -289,7 +296,7 @@ def _configuration() -> Resolved[RunConfig]:
     return resolve(RunConfig)
 
 
-class _Watch:
+class _RunDeadline:
     """Stops this process's run by a signal when it takes too long; `is_over` tells it apart."""
 
     def __init__(self, deadline_s: float) -> None:
