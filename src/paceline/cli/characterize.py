@@ -213,6 +213,7 @@ def characterize(  # a flag for each axis and each part of a sweep
     if predict:
         if script is not None:
             raise click.UsageError("--predict takes --model, not a script: nothing runs")
+        _refuse_sweep(out)
         profile = _predicted(axes, ranks, machine, cross=cross, jitter=jitter, kind=device_type)
         _write(profile, out, as_json=as_json, is_new=True)
         return
@@ -247,6 +248,20 @@ def characterize(  # a flag for each axis and each part of a sweep
             click.echo("characterize: the same command goes on where it was", err=True)
             raise
     _write(profile, out, as_json=as_json)
+
+
+def _refuse_sweep(out: Path) -> None:
+    """Refuse to replace what runs measured by a prediction."""
+    from paceline.core.errors import DestinationExists
+    from paceline.core.scaling_profile import PROFILE_NAME, is_profile
+
+    is_taken = (out / PROFILE_NAME).exists() and not is_profile(out)
+    if is_taken or (out / "sweep.json").exists():
+        raise DestinationExists(
+            "the folder holds a profile that was measured, or another file of its name",
+            where=str(out / PROFILE_NAME),
+            fix="Name another folder with --out",
+        )
 
 
 def _subject_words(predict: bool) -> str:

@@ -49,10 +49,10 @@ def repeated(values: Sequence[float], pooled: PooledSpread | None = None) -> Rep
         values: positive, at least one.
         pooled: of all cells, this one included; None: the cell's own spread alone counts.
     """
+    if len(values) < 2:
+        return RepeatedFigure(value=values[0], repeats=1)
     logs = [math.log(value) for value in values]
     mean = math.fsum(logs) / len(logs)
-    if len(logs) < 2:
-        return RepeatedFigure(value=math.exp(mean), repeats=1)
     own = len(logs) - 1
     borrowed = max(0, min(BORROWED, pooled.freedom - own)) if pooled else 0
     squares = own * statistics.variance(logs)

@@ -235,7 +235,8 @@ def _builtin_axes(given: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, 
 
 
 def _device_words(device: str, threads: int) -> str:
-    return f"{threads} of the cores of {device}" if device else f"{threads} cores"
+    cores = "1 core" if threads == 1 else f"{threads} cores"
+    return f"{cores} of {device}" if device else cores
 
 
 def _digest_of(program: Program | None) -> str:
