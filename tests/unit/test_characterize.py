@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import threading
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from paceline.core.clock import ManualClock
 from paceline.core.errors import ConfigError, DestinationExists, NotFound, ScriptFailed, UsageError
 from paceline.core.machine_file import library_machine
+from paceline.core.processes import StopRequested
 from paceline.core.scaling_profile import (
     RankPoint,
     RepeatedFigure,
@@ -293,6 +295,14 @@ class TestSweep:
         with pytest.raises(ScriptFailed, match="no module named torhc"):
             self.sweep(tmp_path, repeats=3)
 
+    def test_a_run_that_takes_too_long_is_stopped_by_a_signal(self):
+        with pytest.raises(StopRequested), sweep._RunDeadline(0.01) as deadline:
+            threading.Event().wait(60)
+        assert deadline.is_over
+        with sweep._RunDeadline(60) as deadline:
+            pass
+        assert not deadline.is_over
+
 
 class TestProfile:
     def test_curves_have_efficiency_against_the_fewest_ranks(self, tmp_path):
@@ -420,7 +430,7 @@ class TestReaders:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         (cell,) = make_cells("train", {"batch": ("16",), "precision": ("bfloat16",)}, (2,))
         plans = CellPlans(
-            threads=3, engine="ddp", collectives="torch", axes={}, target="train.py:step"
+            threads=3, engine="ddp", collectives="torch", predicted={}, target="train.py:step"
         )
         planned = plans.plan(cell)
         assert "paceline probe" in plans.why_not
@@ -449,9 +459,7 @@ class TestPredicted:
     def test_what_has_to_be_measured_is_refused(self):
         axes = {"batch": ("8",), "storage": ("packed", "files")}
         with pytest.raises(UsageError, match="the effect of storage cannot be predicted"):
-            predict_profile(
-                library_machine("summitdev"), MODEL, make_cells("b", axes, (1,)), axes
-            )
+            predict_profile(library_machine("summitdev"), MODEL, make_cells("b", axes, (1,)), axes)
 
     def test_a_predicted_profile_says_so(self):
         profile = self.profile("summitdev")

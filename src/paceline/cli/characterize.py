@@ -244,7 +244,7 @@ def characterize(  # a flag for each axis and each part of a sweep
     with _SweepScreen(len(study.cells) * repeats) as screen:
         try:
             profile = study.run(out, limits, clock, screen)
-        except Interrupted:
+        except (Interrupted, KeyboardInterrupt):
             click.echo("characterize: the same command goes on where it was", err=True)
             raise
     _write(profile, out, as_json=as_json)

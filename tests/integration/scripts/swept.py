@@ -1,6 +1,6 @@
 """A script that characterize sweeps: some steps of work; in one cell it may kill what started it.
 
-    swept.py BATCH RANKS RESULT MARK [SIGNAL]     MARK: made when the signal was sent, once
+swept.py BATCH RANKS RESULT MARK [SIGNAL]     MARK: made when the signal was sent, once
 """
 
 import json
@@ -11,7 +11,12 @@ from pathlib import Path
 
 import paceline
 
-batch, ranks, result, mark = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
+batch, ranks, result, mark = (
+    int(sys.argv[1]),
+    int(sys.argv[2]),
+    Path(sys.argv[3]),
+    Path(sys.argv[4]),
+)
 is_first = os.environ["RANK"] == "0"
 for step in range(40):
     sum(range(1000 * batch))

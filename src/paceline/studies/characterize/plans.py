@@ -6,7 +6,7 @@ model is captured once for each batch; the estimates of all cells follow from th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
@@ -36,7 +36,7 @@ class CellPlans:
         threads: of each rank, equal on all numbers of ranks: a rank is the same device.
         engine: that reduces gradients in scripts that call `paceline.training.prepare`.
         collectives: of all runs.
-        axes: of the sweep, the baseline's value first.
+        predicted: values with which the step is that of the target, by the axis's name.
         target: ``FILE.py:FUNCTION`` of the training step, with ``{model}`` for the axis's value;
             empty: nothing is predicted.
         machine_path: on which it is predicted; None: this host's probe.
@@ -46,7 +46,7 @@ class CellPlans:
     threads: int
     engine: EngineChoice
     collectives: CollectivesChoice
-    axes: Mapping[str, Sequence[str]]
+    predicted: Mapping[str, str]
     target: str = ""
     machine_path: Path | None = None
     why_not: str = ""
@@ -83,7 +83,7 @@ class CellPlans:
             loader_workers=_whole(cell.settings.get(WORKERS), 0),
         )
         is_known = all(
-            value == self.axes[axis][0]
+            value == self.predicted.get(axis)
             for axis, value in cell.settings.items()
             if axis not in _PREDICTED
         )

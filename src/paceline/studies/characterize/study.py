@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.affinity import allowed_cores
+from paceline.core.affinity import allowed_cores, core_binding
+from paceline.core.config import environment
 from paceline.core.errors import NotFound, UsageError
 from paceline.core.files import commit_text
 from paceline.core.plan import CollectivesChoice, EngineChoice
@@ -122,17 +123,19 @@ class SweepStudy:
         options = self.options
         program, args = options.program, options.args
         target, samples, sample_bytes = options.target, 0, 0.0
+        predicted = {axis: values[0] for axis, values in self.axes.items()}
         if program is None:
             data = digits.make_digits(folder)
             program = Program(ProgramKind.SCRIPT, str(digits.SCRIPT))
             args = tuple(digits.arguments(data))
             target = f"{digits.SCRIPT}:{{model}}_step"
+            predicted = dict(digits.BASELINE)
             samples, sample_bytes = data.samples, data.sample_bytes
         plans = CellPlans(
             threads=self.threads,
             engine=options.engine,
             collectives=options.collectives,
-            axes=self.axes,
+            predicted=predicted,
             target=target,
             machine_path=options.machine_path,
         )
@@ -186,7 +189,7 @@ def make_study(options: SweepOptions) -> SweepStudy:
     """
     cores = len(allowed_cores())
     ranks = options.ranks or tuple(1 << k for k in range(cores.bit_length()))
-    threads = options.threads or max(1, cores // max(ranks))
+    threads = options.threads or core_binding(allowed_cores(), 0, max(ranks), environment()).threads
     notes = []
     if max(ranks) * threads > cores:
         notes.append(

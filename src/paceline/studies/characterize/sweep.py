@@ -28,11 +28,12 @@ from paceline.core.errors import (
     ScriptFailed,
     UsageError,
 )
-from paceline.core.files import commit_text
+from paceline.core.files import append_lines, commit_text
 from paceline.core.foreign_cpu import cpu_use
 from paceline.core.machine import Machine
-from paceline.core.processes import ignore_preemption
+from paceline.core.processes import StopRequested, ignore_preemption, signal_name
 from paceline.core.randomness import make_generator
+from paceline.launch.failures import first_traceback
 from paceline.launch.options import RunConfig
 from paceline.launch.prepare import claim_folder, prepare
 from paceline.launch.program import Program
@@ -53,6 +54,7 @@ from paceline.studies.characterize.plans import CellPlans
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
+    from types import FrameType
 
     from paceline.core.clock import Clock
     from paceline.studies.characterize.log import SweepLog
@@ -279,16 +281,20 @@ class _Run:
                     job, machine=subject.machine, clock=self.clock, on_status=progress.on_status
                 )
         except _FAILURES as problem:
-            return problem.what.strip().splitlines()[-1] + (
-                f": {problem.why}" if problem.why else ""
-            )
-        except Interrupted:
+            self._add_output(first_traceback(self.folder))
+            return f"{problem.what}: {problem.why}" if problem.why else problem.what
+        except (Interrupted, StopRequested):
             if not watch.is_over:
                 raise
-            return f"it took longer than {self.deadline_s:g} s"
+            return f"it took longer than {self.deadline_s:.0f} s"
         finally:
             ignore_preemption()  # all ranks have ended
         return ""
+
+    def _add_output(self, text: str) -> None:
+        """Add the traceback of a rank to what the ranks printed."""
+        if text:
+            append_lines(self._beside(".log"), text.splitlines())
 
 
 def _configuration() -> Resolved[RunConfig]:
@@ -297,23 +303,39 @@ def _configuration() -> Resolved[RunConfig]:
 
 
 class _RunDeadline:
-    """Stops this process's run by a signal when it takes too long; `is_over` tells it apart."""
+    """Stops what this process runs by SIGTERM when it takes too long; `is_over` tells it apart.
+
+    While ranks run, the launcher answers the signal, as any that stops a run; before and after, the
+    handler here does.
+    """
 
     def __init__(self, deadline_s: float) -> None:
         self.is_over = False
+        self._has_ended = False
+        self._lock = threading.Lock()
         self._timer = threading.Timer(deadline_s, self._stop)
         self._timer.daemon = True
+        self._handler: Any = None
 
     def _stop(self) -> None:
-        self.is_over = True
-        os.kill(os.getpid(), signal.SIGTERM)
+        with self._lock:
+            if not self._has_ended:
+                self.is_over = True
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def _raise(self, number: int, _frame: FrameType | None) -> None:
+        raise StopRequested(signal_name(number))
 
     def __enter__(self) -> Self:
+        self._handler = signal.signal(signal.SIGTERM, self._raise)
         self._timer.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._has_ended = True
         self._timer.cancel()
+        signal.signal(signal.SIGTERM, self._handler)
 
 
 @contextlib.contextmanager
