@@ -47,6 +47,8 @@ def cautions(profile: ScalingProfile) -> list[str]:
     found = []
     if profile.source == "predicted":
         found.append("Nothing was run: all figures are predicted from the machine's description.")
+    elif all(point.throughput.repeats < 2 for curve in profile.curves for point in curve.points):
+        found.append("No cell was run twice: small differences may be chance.")
     if profile.failed:
         names = ", ".join(f"{cell.name} on {plural(cell.ranks, 'rank')}" for cell in profile.failed)
         found.append(f"Did not run to the end: {names}.")
