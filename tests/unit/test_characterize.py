@@ -108,6 +108,10 @@ class TestCells:
         expected = math.prod(map(len, axes.values())) if cross else 1 + changes
         assert len(cells) == expected * len(ranks)
 
+    def test_names_are_fit_for_files(self):
+        (_, cell) = make_cells("org/model", {"data": ("/scratch/a", "/scratch/b, c")}, (1,))
+        assert cell.name == "org_model-data-_scratch_b_c"
+
     def test_a_value_twice_is_refused(self):
         with pytest.raises(UsageError, match="batch has the values 16, 16"):
             make_cells("cnn", {"batch": ("16", "16")}, (1,))

@@ -30,6 +30,7 @@ AXES = (
 )
 # Other names that arguments may have in braces.
 RANKS, EPOCHS, REPEAT, RESULT = "ranks", "epochs", "repeat", "result"
+_UNFIT = re.compile(r"[^\w.+=-]+")  # for the name of a folder, and a column of a CSV
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -119,7 +120,7 @@ def _name(program: str, axes: Mapping[str, Sequence[str]], settings: Mapping[str
         is_said = value != values[0] or (axis == BATCH and len(values) > 1)
         if axis != "model" and is_said:
             words.append(_word(axis, value))
-    return "-".join(words)
+    return _UNFIT.sub("_", "-".join(words))
 
 
 def _word(axis: str, value: str) -> str:
