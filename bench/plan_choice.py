@@ -43,7 +43,7 @@ RANKS = (2, 4)
 # How many plans of so many ranks, with more threads than their share of the cores or not: one of
 # the former is enough to see whether the planner knows.
 PLANS = {(2, False): 6, (2, True): 1, (4, False): 5}
-ROUNDS, ROUND_S = 5, 0.4
+ROUNDS, ROUND_S = 4, 0.3
 QUICK_ROUNDS, QUICK_ROUND_S = 3, 0.2
 WARM, LEAST_STEPS, MOST_STEPS = 2, 3, 60
 SLOW = 4.0  # times the fastest plan's first step: a plan that runs one more step, and no rounds

@@ -26,6 +26,7 @@ from paceline.training.capture_process import split_target
 from paceline.training.capture_worker import load_function, to_step
 from paceline.training.measured.protocol import StepForm
 from paceline.training.measured.steps import formed, loss_of
+from paceline.training.pipeline.workload import ResizableBatch
 
 MIB = 1 << 20
 
@@ -33,7 +34,7 @@ MIB = 1 << 20
 class Training:
     """A model in training by a plan, on one rank."""
 
-    def __init__(self, function, batch, plan, rank, cores, group):
+    def __init__(self, function, resizable, batch, plan, rank, cores, group):
         torch.manual_seed(0)
         self.plan, passes = plan, plan.microbatch_count
         own = planned_cores(cores, rank, plan.mesh.data, plan.threads)
@@ -44,7 +45,7 @@ class Training:
             passes=passes,
             recompute=plan.recompute == "full",
         )
-        self.step = formed(to_step(function(), "plan_choice"), form)
+        self.step = formed(to_step(function(), "plan_choice"), form, resizable)
         sizes = {}
         if plan.bucket_bytes != Plan().bucket_bytes:
             assert plan.first_bucket_bytes == plan.bucket_bytes
@@ -78,8 +79,10 @@ def main(target, batch, rank, ranks, store, plans):
     groups = {"torch": dist.group.WORLD, "paceline": dist.new_group(backend="paceline")}
     function = load_function(*split_target(target))
     chosen = [Plan.from_json(plan) for plan in json.loads(Path(plans).read_text())]
+    resizable = ResizableBatch(to_step(function(), "plan_choice"))
     trainings = [
-        Training(function, batch, plan, rank, cores, groups[plan.collectives]) for plan in chosen
+        Training(function, resizable, batch, plan, rank, cores, groups[plan.collectives])
+        for plan in chosen
     ]
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:

@@ -9,6 +9,7 @@ from paceline.training.capture import TrainingStep, capture  # noqa: E402
 from paceline.training.measured.protocol import StepForm  # noqa: E402
 from paceline.training.measured.steps import formed, loss_of  # noqa: E402
 from paceline.training.out_of_core.recompute import recomputable, recomputed  # noqa: E402
+from paceline.training.pipeline.workload import ResizableBatch  # noqa: E402
 
 
 def model(normalisation=nn.LayerNorm):
@@ -41,13 +42,15 @@ def test_layers_with_statistics_of_batches_are_left_out():
 
 def test_the_form_of_a_step_has_its_samples_in_turn_and_the_same_gradients():
     step = TrainingStep(module=model(), inputs=torch.arange(24.0).view(3, 8))
-    plain = formed(step, StepForm(threads=1, samples=5, passes=2, recompute=False))
+    batch = ResizableBatch(step)
+    plain = formed(step, StepForm(threads=1, samples=5, passes=2, recompute=False), batch)
     assert plain.accumulation == 2
     assert torch.equal(plain.inputs, step.inputs[[0, 1, 2, 0, 1]])
     gradients = []
     for recompute in (False, True):
         own = TrainingStep(module=model(), inputs=step.inputs)
-        form = formed(own, StepForm(threads=1, samples=5, passes=1, recompute=recompute))
+        shape = StepForm(threads=1, samples=5, passes=1, recompute=recompute)
+        form = formed(own, shape, batch)
         torch.manual_seed(1)
         loss_of(form, form.module).backward()
         gradients.append([parameter.grad for parameter in form.module.parameters()])

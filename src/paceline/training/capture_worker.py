@@ -24,7 +24,7 @@ from paceline.training.capture_process import CapturedStep, CaptureRequest, Stag
 from paceline.training.out_of_core.capturing import capture_events
 from paceline.training.out_of_core.recompute import recomputable, recomputed
 from paceline.training.pipeline.stage_memory import capture_stages
-from paceline.training.pipeline.workload import capture_layers, resized
+from paceline.training.pipeline.workload import ResizableBatch, capture_layers, resized
 from paceline.training.resident_memory import base_bytes
 
 if TYPE_CHECKING:
@@ -122,9 +122,10 @@ def _capture(step: TrainingStep, request: CaptureRequest) -> CapturedStep:
         )
         for split in request.splits
     ]
+    own = ResizableBatch(step)
     for key in keys:
         if key not in splits:
-            splits[key] = _divided(step, request.function, *key)
+            splits[key] = _divided(own, request.function, *key)
     return CapturedStep(
         workload=workload,
         batch=batch,
@@ -136,14 +137,14 @@ def _capture(step: TrainingStep, request: CaptureRequest) -> CapturedStep:
 
 
 def _divided(
-    step: TrainingStep, name: str, samples: int, in_stages: bool, passes: int, recompute: bool
+    batch: ResizableBatch, name: str, samples: int, in_stages: bool, passes: int, recompute: bool
 ) -> Workload:
     """Return the Workload of a part of a batch."""
+    part = batch.with_shape(samples)
     if in_stages:
-        return capture_layers(resized(step, samples), name=name)
-    with recomputed(step.module) if recompute else contextlib.nullcontext():
-        part = dataclasses.replace(resized(step, samples), accumulation=passes)
-        return capture(part, name=name)
+        return capture_layers(part, name=name)
+    with recomputed(part.module) if recompute else contextlib.nullcontext():
+        return capture(dataclasses.replace(part, accumulation=passes), name=name)
 
 
 def _own_step(step: TrainingStep, request: CaptureRequest) -> Workload:

@@ -14,10 +14,10 @@ from paceline.core.errors import UsageError
 from paceline.core.machine import Phase
 from paceline.training.capture import TrainingStep, call_arguments, loss_in
 from paceline.training.out_of_core.recompute import recompute_always
-from paceline.training.pipeline.workload import resized
 
 if TYPE_CHECKING:
     from paceline.training.measured.protocol import StepForm
+    from paceline.training.pipeline.workload import ResizableBatch
 
 PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
 WARM_STEPS, LEAST_STEPS, MOST_STEPS = 3, 4, 400
@@ -151,12 +151,18 @@ def loss_of(step: TrainingStep, module: torch.nn.Module) -> torch.Tensor:
     return loss
 
 
-def formed(step: TrainingStep, form: StepForm) -> TrainingStep:
-    """Return the step in a form; its model is changed."""
+def formed(step: TrainingStep, form: StepForm, batch: ResizableBatch) -> TrainingStep:
+    """Return the step in a form.
+
+    Args:
+        step: whose model is changed.
+        form: of the step.
+        batch: of the same step, or of another one with an equal model.
+    """
     if form.recompute:
         recompute_always(step.module)
-    part = resized(step, form.samples, has_values=True)
-    return replace(part, accumulation=form.passes)
+    part = batch.with_values(form.samples)
+    return replace(step, inputs=part.inputs, target=part.target, accumulation=form.passes)
 
 
 def make_runner(step: TrainingStep) -> StepRunner:

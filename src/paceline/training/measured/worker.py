@@ -37,6 +37,7 @@ from paceline.training.measured.steps import (
 )
 from paceline.training.measured.timing import time_call
 from paceline.training.operators import bytes_of, tensors_in
+from paceline.training.pipeline.workload import ResizableBatch
 from paceline.training.resident_memory import base_bytes, resident_bytes
 
 if TYPE_CHECKING:
@@ -136,7 +137,8 @@ def _answer(
 def _measure_forms(make: Callable[[], TrainingStep], request: StepRequest) -> FormsAnswer:
     """Time the whole steps of each form, in turn: what changes meanwhile changes for all."""
     synchronize, agree = _together(request)
-    runners = [make_runner(formed(make(), form)) for form in request.forms]
+    batch = ResizableBatch(make())
+    runners = [make_runner(formed(make(), form, batch)) for form in request.forms]
     times = [WholeSteps() for _ in runners]
     spans: list[list[CpuSpan | None]] = [[] for _ in runners]
     waiting = list(range(len(runners)))

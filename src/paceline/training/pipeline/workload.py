@@ -9,6 +9,7 @@ pass to the layer whose forward call made them. The loss belongs to the last lay
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from paceline.training.pipeline.graph import capture as capture_graph
 from paceline.training.pipeline.microbatches import path_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from paceline.core.workload import Workload
     from paceline.training.pipeline.graph import CapturedGraph, GraphLayer
@@ -51,32 +52,53 @@ def capture_layers(step: TrainingStep, *, name: str = "") -> Workload:
     return capture(step, name=name, record=record)
 
 
-def resized(step: TrainingStep, samples: int, *, has_values: bool = False) -> TrainingStep:
-    """Return the step with a batch of so many samples.
+def resized(step: TrainingStep, samples: int) -> TrainingStep:
+    """Return the step with a batch of so many samples, as `ResizableBatch.with_shape` does."""
+    return ResizableBatch(step).with_shape(samples)
+
+
+class ResizableBatch:
+    """The batch of a step, of which other numbers of samples can be made.
+
+    Tensors with the samples along dim 0 are resized; all others stay. Which of several inputs have
+    samples takes a capture of the model's graph, which is made once.
 
     Args:
-        step: whose tensors with the samples along dim 0 are resized; all others stay.
-        samples: 1 or more.
-        has_values: whether the batch has values, those of the step's samples in turn, and can be
-            trained on; else only its shapes matter.
+        step: with the batch.
     """
-    whole = _whole_inputs(step)
-    divided = [x for x in tree_leaves(step.inputs) if isinstance(x, torch.Tensor) and x.ndim]
-    divided = [x for x in divided if id(x) not in whole]
-    before = divided[0].shape[0] if divided else 0
 
-    def resize(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == before:
-            if id(leaf) in whole:
-                return leaf
-            if has_values:
-                return leaf[torch.arange(samples) % before]
-            return leaf.new_empty((samples, *leaf.shape[1:]))
-        return leaf
+    def __init__(self, step: TrainingStep) -> None:
+        self._step = step
 
-    if before in (0, samples):
-        return step
-    return replace(step, inputs=tree_map(resize, step.inputs), target=tree_map(resize, step.target))
+    def with_shape(self, samples: int) -> TrainingStep:
+        """Return the step with so many samples, 1 or more; only shapes matter, not values."""
+        return self._resized(samples, lambda leaf: leaf.new_empty((samples, *leaf.shape[1:])))
+
+    def with_values(self, samples: int) -> TrainingStep:
+        """Return the step with so many samples: those of its own batch in turn."""
+        return self._resized(samples, lambda leaf: leaf[torch.arange(samples) % leaf.shape[0]])
+
+    def _resized(
+        self, samples: int, resize: Callable[[torch.Tensor], torch.Tensor]
+    ) -> TrainingStep:
+        whole, before = self._found
+        if before in (0, samples):
+            return self._step
+
+        def part(leaf: Any) -> Any:
+            has_samples = isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == before
+            return resize(leaf) if has_samples and id(leaf) not in whole else leaf
+
+        inputs, target = tree_map(part, self._step.inputs), tree_map(part, self._step.target)
+        return replace(self._step, inputs=inputs, target=target)
+
+    @functools.cached_property
+    def _found(self) -> tuple[set[int], int]:
+        """Inputs without samples, by `id`, and the samples of the others."""
+        whole = _whole_inputs(self._step)
+        leaves = [x for x in tree_leaves(self._step.inputs) if isinstance(x, torch.Tensor)]
+        divided = [x for x in leaves if x.ndim and id(x) not in whole]
+        return whole, divided[0].shape[0] if divided else 0
 
 
 def _whole_inputs(step: TrainingStep) -> set[int]:
