@@ -16,6 +16,7 @@ source does not say is named in the row (`missing`), with what was taken instead
 
 import argparse
 import csv
+import itertools
 import math
 import sys
 import tempfile
@@ -122,7 +123,7 @@ class Claims:
             unit: of both values.
             source: of the published one.
             value: what is predicted.
-            right: whether sign and order are as published.
+            right: whether sign and order are as published; None: said by a bar of its own.
             rests_on: inputs, with their sources.
             missing: inputs that no source says, with what was taken instead.
             more: further columns.
@@ -130,10 +131,11 @@ class Claims:
         error = value / published - 1
         self.report.row(
             result=name, published=published, predicted=value, unit=unit, error=error,
-            sign_and_order=bool(right), source=source, rests_on=list(rests_on),
+            source=source, rests_on=list(rests_on),
             missing=list(missing), kind="simulated", **more,
         )  # fmt: skip
-        self.report.bar(f"{name}: sign and order", float(right), 1, at_least=True)
+        if right is not None:
+            self.report.bar(f"{name}: sign and order", float(right), 1, at_least=True)
         if abs(error) > WITHIN and not missing:
             self.unexplained.append(name)
         return error
@@ -260,11 +262,8 @@ def resnet(claims):
         begin = time.perf_counter()
         machine, minutes, found, said = run()
         times[name] = minutes, said["published"]
-        order = sorted(times, key=lambda key: times[key][0])
-        published_order = sorted(times, key=lambda key: times[key][1])
         error = claims.add(
-            f"ResNet-50, 90 epochs, {name}", unit="min", value=minutes, **said,
-            right=order == published_order,
+            f"ResNet-50, 90 epochs, {name}", unit="min", value=minutes, right=None, **said,
             share_of_peak=peak_share(machine), step_s=found.step_time_s,
             exposed_communication=found.breakdown.transfer / found.step_time_s,
             collective=found.sources["transfer"], warnings=list(found.warnings),
@@ -273,6 +272,15 @@ def resnet(claims):
         title = f"ResNet-50, 90 epochs, {name}: time to train, error"
         claims.report.bar(title, abs(error), WITHIN, reason=reason)
         tell(f"  {name}: {time.perf_counter() - begin:.1f} s")
+    swapped = [
+        f"{one} and {other}"
+        for (one, mine), (other, others) in itertools.combinations(times.items(), 2)
+        if (mine[0] < others[0]) != (mine[1] < others[1])
+    ]
+    claims.report.bar(
+        "ResNet-50, 90 epochs: pairs of the four results in another order than published",
+        len(swapped), 0, reason=", ".join(swapped),
+    )  # fmt: skip
 
 
 # --- S-Caffe -------------------------------------------------------------------------------------

@@ -139,6 +139,22 @@ def test_gradients_cost_what_the_fastest_schedule_takes_over_the_links(ranks):
     assert estimate(found, workload_of(), plan).breakdown.transfer >= 0
 
 
+def test_the_passes_of_an_accelerator_hide_all_but_the_last_bucket():
+    workload = workload_of(layers=6, parameters=8 * MIB)
+    plan = Plan(
+        mesh=Mesh(data=8), nodes=2, engine="allreduce", bucket_bytes=MIB, first_bucket_bytes=MIB
+    )
+    slow = with_peak_share(machine_of(), 0.01)
+    found = described(slow, plan)
+    last_s = found.collectives[0].seconds_at(8 * MIB)
+    breakdown = estimate(found, workload, plan).breakdown
+    assert breakdown.backward / 6 > last_s
+    assert breakdown.transfer == pytest.approx(last_s)
+    # The cores of a CPU both compute and move bytes.
+    cpu = described(with_peak_share(machine_of("cpu"), 0.01), plan)
+    assert estimate(cpu, workload, plan).breakdown.transfer > 5 * last_s
+
+
 def test_stages_on_a_node_share_its_links():
     machine = machine_of("cpu", 1, (link("network"),))
     alone = Plan(mesh=Mesh(data=4), nodes=1)

@@ -130,7 +130,7 @@ def exposed_s(
 
     Buckets are reduced one after the other, each when it is ready. The computation of later
     gradients hides latency. It does not hide the time for which the CPU that computes also moves
-    bytes (`cpu_moves`: ranks of one node over a socket): that delays the backward pass. It is the
+    bytes (`cpu_moves`: CPU ranks that share a node): that delays the backward pass. It is the
     CPU time of a call where the probe measured that, or else all but the latency: threads of gloo
     wait for each other for milliseconds, in which the backward pass goes on. `per_core` ranks share
     a core.

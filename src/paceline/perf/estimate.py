@@ -200,7 +200,7 @@ def _communication_s(
         added_s_per_byte=0.0
         if is_own
         else costs.framework_overhead_s("ddp", "reduction", "backward"),
-        cpu_moves=plan.ranks_per_node > 1,
+        cpu_moves=plan.ranks_per_node > 1 and machine.devices[0].kind == "cpu",
         per_core=oversubscription_factor(machine.devices[0], plan),
     )
     if is_own or not workload.buffer_bytes:
