@@ -257,6 +257,7 @@ EXPORTS = {
     "trace": [],
     "trace.analysis": ["Analysis", "analyse"],
     "trace.collectors": [],
+    "trace.efficiency": ["RunComparison", "RunEfficiency", "compare_runs", "measure_efficiency"],
     "trace.format": [],
     "trace.merge": ["Trace", "load_run", "merge"],
     "training": ["Epoch", "OutOfCore", "Prepared", "Trainer", "TrainingOptions", "prepare"],

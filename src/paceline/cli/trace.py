@@ -83,3 +83,70 @@ def stats(run: Path | None, as_json: bool) -> None:
     if words := folder.state_words():
         click.echo(words)
     Console(highlight=False).print(render_stats(found))
+
+
+@trace.command(
+    short_help="Print what a run waited for, and what would make it shorter.",
+    epilog="Example: paceline trace efficiency RUN --step 12",
+)
+@run_argument
+@click.option(
+    "--step",
+    type=click.IntRange(min=0),
+    help="One step alone [default: all that every rank completed, without the first].",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def efficiency(run: Path | None, step: int | None, as_json: bool) -> None:
+    """Print why RUN is less efficient than its ranks.
+
+    Shown are the efficiency of the run and its factors, what a step would take with free
+    communication or balanced load, the critical path across ranks, wait states with who caused
+    them, overlap of communication and compute, and the communication matrix.
+
+    Without RUN, the newest run of the current folder, its subfolders and paceline-runs/ is taken.
+    """
+    from rich.console import Console
+
+    from paceline.report.efficiency import render_efficiency
+    from paceline.runs.folder import RunFolder
+    from paceline.trace.analysis import analyse
+    from paceline.trace.efficiency import measure_efficiency
+    from paceline.trace.merge import load_run
+
+    folder = RunFolder.open(chosen_run(run))
+    found = measure_efficiency(analyse(load_run(folder.path)), step)
+    if as_json:
+        state = str(folder.state())
+        click.echo(json.dumps({"kind": "efficiency", "state": state, **found.to_json()}))
+        return
+    if words := folder.state_words():
+        click.echo(words)
+    Console(highlight=False).print(render_efficiency(found))
+
+
+@trace.command(
+    short_help="Print what became slower from run A to run B.",
+    epilog="Example: paceline trace compare before after",
+)
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def compare(a: Path, b: Path, as_json: bool) -> None:
+    """Print what became slower or faster from run A to run B, by phase, rank and operation.
+
+    Each change has its 95 % interval and the probability that noise within the runs alone makes it.
+    """
+    from rich.console import Console
+
+    from paceline.report.efficiency import render_run_comparison
+    from paceline.runs.folder import RunFolder
+    from paceline.trace.analysis import analyse
+    from paceline.trace.efficiency import compare_runs
+    from paceline.trace.merge import load_run
+
+    analyses = [analyse(load_run(RunFolder.open(chosen_run(run)).path)) for run in (a, b)]
+    found = compare_runs(*analyses)
+    if as_json:
+        click.echo(json.dumps({"kind": "comparison", **found.to_json()}))
+        return
+    Console(highlight=False).print(render_run_comparison(found))

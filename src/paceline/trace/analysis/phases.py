@@ -39,11 +39,11 @@ _PHASE_OF = {
 }
 _TRANSFER, _WAITING, _OTHER = (PHASES.index(name) for name in ("transfer", "waiting", "other"))
 _EVALUATION, _HOST = PHASES.index("evaluation"), PHASES.index("host")
-_PHASE_OF_KIND = np.full(max(Kind) + 1, -1)
+PHASE_OF_KIND = np.full(max(Kind) + 1, -1)
 for _kind, _phase in _PHASE_OF.items():
-    _PHASE_OF_KIND[_kind] = _phase
+    PHASE_OF_KIND[_kind] = _phase
 _IN_EVALUATION = np.isin(np.arange(max(Kind) + 1), [Kind.INPUT, Kind.COPY, Kind.FORWARD, Kind.HOST])
-_TIMED = _PHASE_OF_KIND >= 0
+_TIMED = PHASE_OF_KIND >= 0
 _TIMED[Kind.WAIT] = True
 
 
@@ -197,14 +197,14 @@ def _own_ns(rank: RankTrace, first_ns: int, waits: np.ndarray, count: int) -> np
     chosen = waits[rank.events_of(Kind.WAIT)["begin_ns"] >= first_ns]
     waiting = (chosen["ready_ns"] - chosen["begin_ns"]).astype(np.float64)
     moving = (chosen["end_ns"] - chosen["ready_ns"]).astype(np.float64)
-    parents = _parents(events, is_wait)
+    parents = parents_of(events, is_wait)
     nested_ns = (events["end_ns"] - events["begin_ns"]).astype(np.float64)
     nested_ns[is_wait] = waiting + moving
     own_ns = nested_ns - np.bincount(
         parents[parents >= 0], weights=nested_ns[parents >= 0], minlength=len(events)
     )
     result = np.zeros((count, len(PHASES)))
-    steps, phases = events["step"].astype(np.int64), _PHASE_OF_KIND[events["kind"]]
+    steps, phases = events["step"].astype(np.int64), PHASE_OF_KIND[events["kind"]]
     evaluates = (
         in_spans(events["begin_ns"], evaluation_spans(rank)) & _IN_EVALUATION[events["kind"]]
     )
@@ -222,7 +222,7 @@ def _own_ns(rank: RankTrace, first_ns: int, waits: np.ndarray, count: int) -> np
     return result
 
 
-def _parents(events: np.ndarray, is_wait: np.ndarray) -> np.ndarray:
+def parents_of(events: np.ndarray, is_wait: np.ndarray) -> np.ndarray:
     """Return for each event the row of the event in which it is nested directly, or -1.
 
     The parent is the nearest earlier event, waits left out, that ends after this event begins. Rows

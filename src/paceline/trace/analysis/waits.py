@@ -41,6 +41,9 @@ WAIT_INTERVAL = np.dtype(
         ("message", "<i8"),  # row of the message that it is for in `Matches.messages`, or `NONE`
     ]
 )
+# A collective that a wait was for: rows of the rank's waits and of `Matches.calls`. A drain was for
+# several.
+AWAITED = np.dtype([("wait", "<i8"), ("call", "<i8")])
 
 
 def wait_intervals(trace: Trace) -> tuple[np.ndarray, ...]:
@@ -52,10 +55,22 @@ def wait_intervals(trace: Trace) -> tuple[np.ndarray, ...]:
     )
 
 
+def awaited_calls(trace: Trace) -> tuple[np.ndarray, ...]:
+    """Return one array of `AWAITED` per rank: the collectives that each of its waits was for."""
+    synchronising = trace.matches.synchronising()
+    found = []
+    for trace_index in range(len(trace.ranks)):
+        waits = _RankWaits(trace, trace_index, synchronising)
+        waits.find()
+        found.append(np.concatenate(waits.awaited))
+    return tuple(found)
+
+
 class _RankWaits:
     """Computes the wait intervals of one rank, which is given by the index of its trace."""
 
     def __init__(self, trace: Trace, trace_index: int, synchronising: np.ndarray) -> None:
+        self.trace_index = trace_index
         self.rank = trace.ranks[trace_index]
         self.clock = trace.clocks[trace_index]
         self.matches: Matches = trace.matches
@@ -66,6 +81,7 @@ class _RankWaits:
         self.messages = self.matches.messages[self.matches.messages_of(trace_index)]
         self.events = self.rank.events_of(Kind.WAIT)
         self.found = np.zeros(len(self.events), WAIT_INTERVAL)
+        self.awaited = [np.zeros(0, AWAITED)]
 
     def find(self) -> np.ndarray:
         found, events = self.found, self.events
@@ -95,6 +111,7 @@ class _RankWaits:
         known = places < len(own)
         known[known] = own[order[places[known]]] == wanted[known]
         waits, calls = waits[known], order[places[known]]
+        self._add_awaited(waits, calls)
         instances = self.matches.instances[self.calls["instance"][calls]]
         self.found["synchronises"][waits] = self.synchronising[calls]
         ready_ns = self._ready_ns(self.calls[calls], instances, self.found["end_ns"][waits])
@@ -164,6 +181,7 @@ class _RankWaits:
         issued = np.arange(len(drain)) - np.repeat(begin, counts) + np.repeat(first, counts)
         awaited = calls["exit_ns"][issued] <= found["end_ns"][waits][drain]
         drain, issued = drain[awaited], issued[awaited]
+        self._add_awaited(waits[drain], issued)
         # A collective whose completion was not seen may have needed the whole drain.
         complete_ns = np.where(
             calls["timed"][issued], calls["exit_ns"][issued], found["end_ns"][waits][drain]
@@ -176,3 +194,10 @@ class _RankWaits:
         np.maximum.at(ready_ns, drain[is_synchronising], last_ns[is_synchronising])
         found["end_ns"][waits], found["ready_ns"][waits] = end_ns, ready_ns
         found["synchronises"][waits[drain[is_synchronising]]] = True
+
+    def _add_awaited(self, waits: np.ndarray, calls: np.ndarray) -> None:
+        """Keep that the rows `waits` of `found` were for the rows `calls` of the rank's calls."""
+        rows = np.zeros(len(waits), AWAITED)
+        rows["wait"] = waits
+        rows["call"] = calls + self.matches.calls_of(self.trace_index).start
+        self.awaited.append(rows)

@@ -1,0 +1,17 @@
+"""Why a run is less efficient than its ranks: what they waited for, and what would shorten steps.
+
+    metrics        load balance x serialisation x transfer, and I/O: POP's hierarchy
+    wait_states    wait at NxN, late sender, ...; who caused them
+    path, what_if  the critical path across ranks; steps with free communication, balanced load
+    overlap        communication hidden behind computing
+    matrix         bytes and messages by pair of ranks, volume by level of links
+    comparison     what became slower from one run to another
+
+`dependencies` says on whom each wait depended, `graph` and `replay` what happens when parts take
+less. All are functions of an Analysis.
+"""
+
+from paceline.trace.efficiency.comparison import RunComparison, compare_runs
+from paceline.trace.efficiency.measure import RunEfficiency, measure_efficiency
+
+__all__ = ["RunComparison", "RunEfficiency", "compare_runs", "measure_efficiency"]

@@ -1,0 +1,232 @@
+"""Compares two runs: what became slower, by phase, rank and operation, and whether that is noise.
+
+Steps next to each other are not independent: noise of a node comes in bursts. So the steps of each
+run are taken together in blocks, as long as they need to be for their means to be independent, and
+the means of the two runs are compared.
+
+Sources: B. Welch, The generalization of Student's problem (1947); batch means, A. Law and W. Kelton,
+Simulation modeling and analysis, section 9.5. P-values are multiplied by the number of comparisons
+(C. Bonferroni, 1936).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.core.breakdown import PHASES
+from paceline.core.errors import NotFound
+from paceline.core.record import Record
+from paceline.trace.analysis.p_values import upper_tail_t
+from paceline.trace.efficiency.dependencies import binding, wait_dependencies
+from paceline.trace.format.events import RECV, SEND, Kind
+
+if TYPE_CHECKING:
+    from paceline.trace.analysis import Analysis
+
+_WARM_UP, _WARM_UP_SHARE = 5, 0.25  # steps that do not count, and at most this share of a run's
+_MOST_BLOCKS, _LEAST_BLOCKS = 32, 4
+_BLOCK_STEPS = 4  # in a block, at the least
+_CORRELATED = 0.3  # means of blocks that follow each other: then blocks are too short
+_MAX_P_VALUE = 0.01
+_LEAST_SHARE = 0.01  # of a step: a smaller change is no news, however certain it is
+_WAITS = [PHASES.index(name) for name in ("waiting", "transfer")]
+SLOWER, FASTER, UNCHANGED = "slower", "faster", "unchanged"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change(Record):
+    """How one part of a step changed from run A to run B.
+
+    Attributes:
+        part: ``step``, ``phase``, ``rank`` or ``operation``.
+        name: of the phase or operation, or the rank's number; empty of the step. The time of a
+            phase is the mean over ranks, of a rank its own without communication, of an operation
+            that of its data, exposed, the mean over ranks.
+        a_s: mean over steps in run A, seconds.
+        b_s: the same in run B.
+        error_s: half the width of the 95 % interval of the difference; None with too few steps.
+        p_value: probability that noise alone makes such a difference in any part; None with too
+            few steps.
+        verdict: ``slower`` or ``faster`` if the change is significant and at least 1 % of a step of
+            run A; ``unchanged`` otherwise.
+    """
+
+    part: str
+    name: str
+    a_s: float
+    b_s: float
+    error_s: float | None
+    p_value: float | None
+    verdict: str
+
+    @property
+    def change_s(self) -> float:
+        """Seconds that a step takes longer in run B."""
+        return self.b_s - self.a_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunComparison(Record):
+    """What changed from run A to run B.
+
+    Attributes:
+        a_steps: steps of run A that are compared, without its first ones.
+        b_steps: the same of run B.
+        a_ranks: ranks of run A.
+        b_ranks: ranks of run B; ranks are compared one by one only if there are as many.
+        changes: the step, then phases, ranks and operations, the largest change first in each.
+    """
+
+    a_steps: int
+    b_steps: int
+    a_ranks: int
+    b_ranks: int
+    changes: tuple[Change, ...]
+
+    @property
+    def step(self) -> Change:
+        """The change of the whole step."""
+        return self.changes[0]
+
+
+def compare_runs(a: Analysis, b: Analysis) -> RunComparison:
+    """Return what became slower or faster from run `a` to run `b`.
+
+    Raises:
+        NotFound: a run has no step that all its ranks completed.
+    """
+    first, second = _series(a, "run A"), _series(b, "run B")
+    names = [name for name in first if name in second]
+    names += [(part, name) for part, name in first.keys() ^ second.keys() if part == "operation"]
+    if len(a.trace.ranks) != len(b.trace.ranks):
+        names = [(part, name) for part, name in names if part != "rank"]
+    step_s = float(first["step", ""].mean())
+    zeros = np.zeros(1)
+    changes = [
+        _change(name, first.get(name, zeros), second.get(name, zeros), step_s, len(names))
+        for name in names
+    ]
+    order = {"step": 0, "phase": 1, "rank": 2, "operation": 3}
+    changes = [change for change in changes if change.a_s > 0 or change.b_s > 0]
+    changes.sort(key=lambda change: (order[change.part], -abs(change.change_s), change.name))
+    return RunComparison(
+        a_steps=len(first["step", ""]),
+        b_steps=len(second["step", ""]),
+        a_ranks=a.trace.world_size,
+        b_ranks=b.trace.world_size,
+        changes=tuple(changes),
+    )
+
+
+def _series(analysis: Analysis, run: str) -> dict[tuple[str, str], np.ndarray]:
+    """Return seconds by step of each part and name, shape (steps,), without the first steps."""
+    steps = analysis.steps
+    if not steps:
+        raise NotFound(
+            "no step that all ranks completed",
+            where=run,
+            fix="Compare runs whose ranks completed some steps",
+        )
+    warm_up = min(_WARM_UP, int(_WARM_UP_SHARE * steps))
+    phases = analysis.phases
+    kept = np.all([rank.recorded[:steps] for rank in phases], axis=0)
+    kept[:warm_up] = False
+    seconds = np.array([rank.seconds[:steps] for rank in phases])
+    train_s = np.array([rank.train_s[:steps] for rank in phases])
+    means = seconds.mean(axis=0)
+    found = {("step", ""): train_s.max(axis=0)}
+    found |= {("phase", name): means[:, i] for i, name in enumerate(PHASES)}
+    own_s = train_s - seconds[:, :, _WAITS].sum(axis=2)
+    found |= {("rank", str(rank.rank)): own_s[i] for i, rank in enumerate(phases)}
+    found |= {("operation", name): values for name, values in _operations(analysis).items()}
+    return {name: values[kept] for name, values in found.items()}
+
+
+def _operations(analysis: Analysis) -> dict[str, np.ndarray]:
+    """Return how long data of each operation moved, exposed, by step: the mean over ranks."""
+    matches, steps = analysis.matches, analysis.steps
+    names = (*matches.operations, SEND, RECV)
+    rows = binding(wait_dependencies(analysis))
+    starts = np.concatenate([[0], np.cumsum([len(waits) for waits in analysis.waits])])
+    flat = starts[rows["trace"]] + rows["wait"]
+    waits = np.concatenate(analysis.waits)[flat]
+    of_steps = [rank.events_of(Kind.WAIT)["step"] for rank in analysis.trace.ranks]
+    own = np.concatenate(of_steps)[flat].astype(np.int64)
+    inside = own < steps
+    place = rows["operation"].astype(np.int64)[inside] * steps + own[inside]
+    moving_s = (waits["end_ns"] - waits["ready_ns"])[inside] / 1e9
+    sums = np.bincount(place, moving_s, minlength=len(names) * steps).reshape(len(names), steps)
+    return {
+        name: sums[i] / len(analysis.trace.ranks) for i, name in enumerate(names) if sums[i].any()
+    }
+
+
+def _change(
+    name: tuple[str, str], a: np.ndarray, b: np.ndarray, step_s: float, comparisons: int
+) -> Change:
+    change_s = float(b.mean() - a.mean())
+    error_s, p_value = _significance(a, b)
+    if p_value is not None:
+        p_value = min(1.0, p_value * comparisons)
+    news = (
+        p_value is not None and p_value <= _MAX_P_VALUE and abs(change_s) >= _LEAST_SHARE * step_s
+    )
+    verdict = (SLOWER if change_s > 0 else FASTER) if news else UNCHANGED
+    part, of = name
+    return Change(
+        part=part,
+        name=of,
+        a_s=float(a.mean()),
+        b_s=float(b.mean()),
+        error_s=error_s,
+        p_value=p_value,
+        verdict=verdict,
+    )
+
+
+def _significance(a: np.ndarray, b: np.ndarray) -> tuple[float | None, float | None]:
+    """Return half the width of the 95 % interval of the difference of means, and its p-value."""
+    means = [_block_means(values) for values in (a, b)]
+    if min(len(blocks) for blocks in means) < _LEAST_BLOCKS:
+        return None, None
+    errors = [float(blocks.var(ddof=1)) / len(blocks) for blocks in means]
+    variance = sum(errors)
+    change = abs(float(means[1].mean() - means[0].mean()))
+    if variance == 0.0:
+        return 0.0, 1.0 if change == 0.0 else 0.0
+    freedoms = zip(errors, means, strict=True)
+    freedom = variance**2 / sum(error**2 / (len(blocks) - 1) for error, blocks in freedoms)
+    freedom_count = max(1, math.floor(freedom))
+    error = math.sqrt(variance)
+    return _quantile_t(freedom_count) * error, 2 * upper_tail_t(change / error, freedom_count)
+
+
+def _quantile_t(freedom: int) -> float:
+    """Return the t that Student's t exceeds with a probability of 2.5 %."""
+    low, high = 0.0, 1e3
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if upper_tail_t(middle, freedom) > 0.025 else (low, middle)
+    return high
+
+
+def _block_means(values: np.ndarray) -> np.ndarray:
+    """Return the means of blocks of steps, as many as leave them independent of each other."""
+    blocks = min(_MOST_BLOCKS, len(values) // _BLOCK_STEPS)
+    while blocks >= _LEAST_BLOCKS:
+        means = np.array([part.mean() for part in np.array_split(values, blocks)])
+        if blocks < 2 * _LEAST_BLOCKS or _correlation(means) <= _CORRELATED:
+            return means
+        blocks //= 2
+    return np.zeros(0)
+
+
+def _correlation(values: np.ndarray) -> float:
+    """Return the correlation of values that follow each other."""
+    away = values - values.mean()
+    total = float((away**2).sum())
+    return float((away[1:] * away[:-1]).sum()) / total if total > 0 else 0.0

@@ -1,0 +1,71 @@
+"""Replays, efficiencies and costs hold for any exchange of ranks, against ranks played again."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from exchanges import Collective, EndOfStep, Message, Work, play
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from traces import write_run
+
+from paceline.trace.analysis import analyse
+from paceline.trace.efficiency import measure_efficiency
+from paceline.trace.format.events import Kind
+from paceline.trace.merge import load_run
+
+NS = st.integers(1_000, 9_000_000)
+KINDS = st.sampled_from([Kind.INPUT, Kind.FORWARD, Kind.BACKWARD, Kind.CHECKPOINT])
+
+
+@st.composite
+def programs(draw, rooted=True):
+    ranks = draw(st.integers(2, 4))
+    rank = st.integers(0, ranks - 1)
+    pairs = st.tuples(rank, rank).filter(lambda pair: pair[0] != pair[1])
+    one_way = [st.builds(Collective, st.sampled_from(["broadcast", "reduce"]), NS, rank)]
+    action = st.one_of(
+        st.builds(Work, rank, NS, KINDS),
+        st.builds(lambda pair, ns: Message(*pair, ns), pairs, NS),
+        st.builds(Collective, st.sampled_from(["all_reduce", "barrier"]), NS),
+        *(one_way if rooted else []),
+        st.just(EndOfStep()),
+    )
+    begin = [Work(one, draw(NS)) for one in range(ranks)]
+    return ranks, [*begin, *draw(st.lists(action, max_size=40)), EndOfStep()]
+
+
+def measured(by_rank):
+    with tempfile.TemporaryDirectory() as folder:
+        return measure_efficiency(analyse(load_run(write_run(Path(folder), by_rank))))
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs())
+def test_factors_paths_and_costs_add_up(program):
+    found = measured(play(*program)[0])
+    metrics = found.metrics
+    for factor in (metrics.load_balance, metrics.serialisation, metrics.transfer, metrics.io):
+        assert 0 <= factor <= 1 + 1e-12
+    outside = metrics.load_balance * metrics.serialisation * metrics.transfer
+    assert metrics.parallel == pytest.approx(outside)
+    assert metrics.overall == pytest.approx(outside * metrics.io)
+    assert found.replay_error == pytest.approx(0, abs=1e-6)
+    assert found.path.seconds == pytest.approx(found.seconds, rel=1e-6)
+    assert sum(part.seconds for part in found.path.parts) == pytest.approx(found.path.seconds)
+    costs = sum(cost.seconds for cost in found.waits.delays)
+    assert costs == pytest.approx(found.waits.seconds, rel=1e-4)
+    assert sum(call.seconds for call in found.waits.calls) == pytest.approx(found.waits.seconds)
+    assert all(item.shorter >= -1e-9 for item in found.what_ifs if "balanced" not in item.scenario)
+    assert found.cut_count == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs(rooted=False))
+def test_free_communication_is_what_ranks_do_when_data_move_in_no_time(program):
+    ranks, actions = program
+    one_step = [action for action in actions if not isinstance(action, EndOfStep)] + [EndOfStep()]
+    recorded, _ = play(ranks, one_step)
+    _, free_ns = play(ranks, one_step, moves=0.0)
+    found = measured(recorded)
+    assert found.what_ifs[1].step_s == pytest.approx(free_ns / 1e9, abs=1e-9)
