@@ -41,16 +41,19 @@ def test_efficiency_names_what_would_help_and_who_is_waited_for(runs):
     for words in ("wait at NxN", "all_reduce as ring", "load balance", "rank 1  input"):
         assert words in done.stdout, done.stdout
     data = json.loads(_paceline("trace", "efficiency", runs[1], "--json").stdout)
-    assert data.pop("kind") == "efficiency" and data.pop("state")
+    assert data.pop("kind") == "efficiency"
+    assert data.pop("state")
     found = RunEfficiency.from_json(data)
-    assert found.waits.delays[0].rank == 1 and found.waits.delays[0].phase == "input"
+    assert found.waits.delays[0].rank == 1
+    assert found.waits.delays[0].phase == "input"
 
 
 def test_one_step_and_a_step_that_is_not_there(runs):
     done = _paceline("trace", "efficiency", runs[0], "--step", "3", "--json")
     assert json.loads(done.stdout)["last_step"] == 3
     done = _paceline("trace", "efficiency", runs[0], "--step", "99")
-    assert done.returncode == 2 and "Give a step from 0 to 59" in done.stderr
+    assert done.returncode == 2
+    assert "Give a step from 0 to 59" in done.stderr
 
 
 def test_compare_names_what_became_slower(runs):

@@ -23,14 +23,18 @@ def programs(draw, rooted=True):
     ranks = draw(st.integers(2, 4))
     rank = st.integers(0, ranks - 1)
     pairs = st.tuples(rank, rank).filter(lambda pair: pair[0] != pair[1])
-    one_way = [st.builds(Collective, st.sampled_from(["broadcast", "reduce"]), NS, rank)]
-    action = st.one_of(
-        st.builds(Work, rank, NS, KINDS),
-        st.builds(lambda pair, ns: Message(*pair, ns), pairs, NS),
-        st.builds(Collective, st.sampled_from(["all_reduce", "barrier"]), NS),
-        *(one_way if rooted else []),
-        st.just(EndOfStep()),
+    symmetric, one_way = (
+        st.sampled_from(names) for names in (["all_reduce", "barrier"], ["broadcast", "reduce"])
     )
+    actions = [
+        st.tuples(rank, NS, KINDS).map(lambda fields: Work(*fields)),
+        st.tuples(pairs, NS).map(lambda fields: Message(*fields[0], fields[1])),
+        st.tuples(symmetric, NS).map(lambda fields: Collective(*fields)),
+        st.just(EndOfStep()),
+    ]
+    if rooted:
+        actions.append(st.tuples(one_way, NS, rank).map(lambda fields: Collective(*fields)))
+    action = st.one_of(actions)
     begin = [Work(one, draw(NS)) for one in range(ranks)]
     return ranks, [*begin, *draw(st.lists(action, max_size=40)), EndOfStep()]
 

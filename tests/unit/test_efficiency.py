@@ -42,8 +42,10 @@ def test_a_slow_loader_is_charged_with_what_all_others_wait(tmp_path):
     assert (cost.rank, cost.phase) == (2, "input")
     assert cost.direct_s == pytest.approx(found.waits.seconds)
     waited = {rank.rank: sum(rank.waited_s.values()) for rank in found.waits.ranks}
-    assert waited[2] == 0 and waited[0] == pytest.approx(0.020 * (STEPS - 1))
-    assert found.path.parts[0].rank == 2 and found.path.parts[0].phase == "input"
+    assert waited[2] == 0
+    assert waited[0] == pytest.approx(0.020 * (STEPS - 1))
+    assert found.path.parts[0].rank == 2
+    assert found.path.parts[0].phase == "input"
 
 
 def test_a_wait_that_is_passed_on_is_charged_to_its_origin(tmp_path):
@@ -173,7 +175,9 @@ def moved(event, ns):
 
 def test_a_single_rank_has_nothing_to_wait_for(tmp_path):
     found = measured(tmp_path, play(1, repeated([Work(0, MS)]))[0])
-    assert found.metrics.parallel == 1 and found.waits.seconds == 0 and not found.matrix.pairs
+    assert found.metrics.parallel == 1
+    assert found.waits.seconds == 0
+    assert not found.matrix.pairs
 
 
 def test_steps_that_are_not_there_are_refused(tmp_path):

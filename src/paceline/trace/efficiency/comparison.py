@@ -4,9 +4,9 @@ Steps next to each other are not independent: noise of a node comes in bursts. S
 run are taken together in blocks, as long as they need to be for their means to be independent, and
 the means of the two runs are compared.
 
-Sources: B. Welch, The generalization of Student's problem (1947); batch means, A. Law and W. Kelton,
-Simulation modeling and analysis, section 9.5. P-values are multiplied by the number of comparisons
-(C. Bonferroni, 1936).
+Sources: B. Welch, The generalization of Student's problem (1947); batch means, A. Law and
+W. Kelton, Simulation modeling and analysis, section 9.5. P-values are multiplied by the number of
+comparisons (C. Bonferroni, 1936).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _WARM_UP, _WARM_UP_SHARE = 5, 0.25  # steps that do not count, and at most this 
 _MOST_BLOCKS, _LEAST_BLOCKS = 32, 4
 _BLOCK_STEPS = 4  # in a block, at the least
 _CORRELATED = 0.3  # means of blocks that follow each other: then blocks are too short
+_MOST_LEFT = 0.8  # of that correlation, in blocks that cannot be longer
 _MAX_P_VALUE = 0.01
 _LEAST_SHARE = 0.01  # of a step: a smaller change is no news, however certain it is
 _WAITS = [PHASES.index(name) for name in ("waiting", "transfer")]
@@ -193,7 +194,7 @@ def _significance(a: np.ndarray, b: np.ndarray) -> tuple[float | None, float | N
     means = [_block_means(values) for values in (a, b)]
     if min(len(blocks) for blocks in means) < _LEAST_BLOCKS:
         return None, None
-    errors = [float(blocks.var(ddof=1)) / len(blocks) for blocks in means]
+    errors = [_squared_error(blocks) for blocks in means]
     variance = sum(errors)
     change = abs(float(means[1].mean() - means[0].mean()))
     if variance == 0.0:
@@ -203,6 +204,16 @@ def _significance(a: np.ndarray, b: np.ndarray) -> tuple[float | None, float | N
     freedom_count = max(1, math.floor(freedom))
     error = math.sqrt(variance)
     return _quantile_t(freedom_count) * error, 2 * upper_tail_t(change / error, freedom_count)
+
+
+def _squared_error(blocks: np.ndarray) -> float:
+    """Return the square of the standard error of the mean of blocks.
+
+    What correlation is left between blocks that follow each other makes it larger, as it does in an
+    autoregressive process of the first order.
+    """
+    left = min(max(0.0, _correlation(blocks)), _MOST_LEFT)
+    return float(blocks.var(ddof=1)) / len(blocks) * (1 + left) / (1 - left)
 
 
 def _quantile_t(freedom: int) -> float:

@@ -52,10 +52,11 @@ _LABELS = {
 }
 
 # `trace` and `wait` say which wait: the rank's index among those that left a trace, and the row in
-# its waits. The last rank on which it depends, `late`, entered at `entered_ns`, the rank
-# itself at `own_ns`; `complete_ns` is when the data were there, at most the end of the wait. `whole`: it depends on all ranks of
-# `instance`, and `call` is the last of them to enter; else on `call`, or on `message`, alone.
-# `operation` is an index of `Matches.operations`, or for messages of the two names that follow.
+# its waits. The last rank on which it depends, `late`, entered at `entered_ns`, the rank itself at
+# `own_ns`; `complete_ns` is when the data were there, at most the end of the wait. `whole`: it
+# depends on all ranks of `instance`, and `call` is the last of them to enter; else on `call`, or on
+# `message`, alone. `operation` is an index of `Matches.operations`, or for messages of the two
+# names that follow.
 DEPENDENCY = np.dtype(
     [
         ("wait", "<i8"),
@@ -123,7 +124,7 @@ def _root_calls(matches: Matches) -> np.ndarray:
     return found
 
 
-def _on_collectives(  # noqa: PLR0913  # tables that are made once for all ranks
+def _on_collectives(
     matches: Matches,
     trace_index: int,
     waits: np.ndarray,

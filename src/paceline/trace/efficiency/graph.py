@@ -1,9 +1,9 @@
-"""The dependencies of a run as a graph, which tells when everything happens if parts take less.
+r"""The dependencies of a run as a graph, which tells when everything happens if parts take less.
 
 A rank's main thread computes in *segments*, and waits between them::
 
     rank 0   begin --segment--> wait --segment--> wait --segment--> end
-                        \\            ^
+                        \            ^
                     enters           | data there
                           v          |
                         collective (when its last rank has entered)

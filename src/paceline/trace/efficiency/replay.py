@@ -7,6 +7,7 @@ operations on arrays, however many ranks there are.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -133,7 +134,7 @@ def replay_ns(graph: DependencyGraph, levels: Levels, scenarios: list[Lengths]) 
     overheads = np.stack([scenario.overhead_ns for scenario in scenarios])
     sources = graph.edges["source"][levels.edges]
     starts, edge_starts = levels.starts.tolist(), levels.edge_starts
-    for first, last in zip(starts[:-1], starts[1:], strict=True):
+    for first, last in pairwise(starts):
         nodes, bounds = levels.nodes[first:last], edge_starts[first : last + 1]
         begin, end = int(bounds[0]), int(bounds[-1])
         if begin == end:

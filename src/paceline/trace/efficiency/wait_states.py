@@ -172,7 +172,7 @@ class _Delays:
         self.all_waits_ns = np.zeros(len(waits), dtype=np.int64)  # 0 without a row
         self.all_waits_ns[self.flat] = own["ready_ns"] - own["begin_ns"]
         self.phases = np.zeros(len(self.rows), dtype=np.int64)
-        # Of the time since the ranks were last synchronised: the delayer's, less the waiting rank's.
+        # By phase, since the ranks were last synchronised: the delayer's time, less the other's.
         self.longer_ns = np.zeros((len(self.rows), len(PHASES)), dtype=np.float32)
         # The delayer's waits in that time: rows of all waits.
         self.first_passed = np.zeros(len(self.rows), dtype=np.int64)
