@@ -37,8 +37,8 @@ def test_efficiency_names_what_would_help_and_who_is_waited_for(runs):
     done = _paceline("trace", "efficiency", runs[1])
     assert done.returncode == 0, done.stderr
     first = done.stdout.splitlines()[0]
-    assert first.startswith("The ranks compute 30 % of their time")
-    for words in ("wait at NxN", "all_reduce as ring", "load balance", "rank 1  input"):
+    assert first.startswith("The ranks compute 29 % of their time")
+    for words in ("wait at NxN", "all_reduce as ring", "load balance", "rank 1     input"):
         assert words in done.stdout, done.stdout
     data = json.loads(_paceline("trace", "efficiency", runs[1], "--json").stdout)
     assert data.pop("kind") == "efficiency"
@@ -67,11 +67,11 @@ def test_compare_names_what_became_slower(runs):
 
 @pytest.mark.parametrize(
     ("mesh", "zero"),
-    [(Mesh(data=4, pipeline=1, tensor=1), 0), (Mesh(data=2, pipeline=4, tensor=1), 0)],
+    [(Mesh(data=2, pipeline=1, tensor=4), 0), (Mesh(data=2, pipeline=4, tensor=1), 0)],
 )
 def test_free_communication_is_what_a_simulation_without_communication_takes(tmp_path, mesh, zero):
     machine = library_machine("dgx-h100")
-    plan = Plan(mesh=mesh, microbatches=8, precision="bfloat16", zero=zero)
+    plan = Plan(mesh=mesh, microbatches=8, precision="bfloat16", zero=zero, overlap_pipeline=True)
     slow = Disturbances(slow=(SlowRank(rank=1, factor=1.3),))
     found = simulate(machine, MODEL, plan, 32, slow, steps=8, by="rank", records=True)
     write_simulation(found, tmp_path)
@@ -79,9 +79,10 @@ def test_free_communication_is_what_a_simulation_without_communication_takes(tmp
     free = simulate(_free(machine), MODEL, plan, 32, slow, steps=8, by="rank")
     assert efficiency.replay_error == pytest.approx(0, abs=1e-6)
     recorded, without = efficiency.what_ifs[:2]
-    assert without.step_s == pytest.approx(free.step_s[1:].mean(), rel=0.002)
-    assert without.shorter > 0.01, recorded
-    assert efficiency.waits.delays[0].rank == 1
+    assert without.step_s == pytest.approx(free.step_s[1:].mean(), rel=1e-4)
+    assert without.shorter > 0.0005, recorded
+    if mesh.pipeline == 1:  # the first stage of a pipeline makes all others wait
+        assert efficiency.waits.delays[0].rank == 1
 
 
 def _free(machine: Machine) -> Machine:

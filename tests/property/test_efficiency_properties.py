@@ -35,7 +35,7 @@ def programs(draw, rooted=True):
     if rooted:
         actions.append(st.tuples(one_way, NS, rank).map(lambda fields: Collective(*fields)))
     action = st.one_of(actions)
-    begin = [Work(one, draw(NS)) for one in range(ranks)]
+    begin = [Work(number, draw(NS)) for number in range(ranks)]
     return ranks, [*begin, *draw(st.lists(action, max_size=40)), EndOfStep()]
 
 
@@ -47,13 +47,18 @@ def measured(by_rank):
 @settings(max_examples=60, deadline=None)
 @given(programs())
 def test_factors_paths_and_costs_add_up(program):
-    found = measured(play(*program)[0])
+    by_rank, _ = play(*program)
+    found = measured(by_rank)
     metrics = found.metrics
     for factor in (metrics.load_balance, metrics.serialisation, metrics.transfer, metrics.io):
         assert 0 <= factor <= 1 + 1e-12
-    outside = metrics.load_balance * metrics.serialisation * metrics.transfer
-    assert metrics.parallel == pytest.approx(outside)
-    assert metrics.overall == pytest.approx(outside * metrics.io)
+    outside_s = found.metrics.parallel * found.seconds * len(by_rank)
+    waited_s = sum(event.end_ns - event.begin_ns for events in by_rank for event in events
+                   if event.kind == Kind.WAIT and event.step >= found.first_step) / 1e9  # fmt: skip
+    assert metrics.communication == pytest.approx(metrics.serialisation * metrics.transfer)
+    assert metrics.parallel == pytest.approx(metrics.load_balance * metrics.communication)
+    assert metrics.overall == pytest.approx(metrics.parallel * metrics.io)
+    assert outside_s + waited_s <= found.seconds * len(by_rank) * (1 + 1e-9)
     assert found.replay_error == pytest.approx(0, abs=1e-6)
     assert found.path.seconds == pytest.approx(found.seconds, rel=1e-6)
     assert sum(part.seconds for part in found.path.parts) == pytest.approx(found.path.seconds)

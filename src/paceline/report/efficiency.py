@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.trace.efficiency.metrics import EfficiencyMetrics
 
 _ROWS = 10
-_SHOWN_ERROR = 0.01  # of a replay, from which on it is told
+_SHOWN_ERROR = 0.01  # of a replay, from which on it is shown
 
 
 def render_efficiency(found: RunEfficiency) -> Group:
@@ -31,7 +31,7 @@ def render_efficiency(found: RunEfficiency) -> Group:
         Text(efficiency_sentence(found), style="bold"),
         Text(
             f"{steps} ({found.first_step:,} to {found.last_step:,}) of "
-            f"{format_seconds(found.seconds / found.steps)}; {plural(len(found.overlap), 'rank')}"
+            f"{format_seconds(found.what_ifs[0].step_s)}; {plural(len(found.overlap), 'rank')}"
         ),
         Text(),
         _metrics(found.metrics),
@@ -207,7 +207,7 @@ def _matrix(found: RunEfficiency) -> list[RenderableType]:
 def render_run_comparison(found: RunComparison) -> Group:
     """Return what ``paceline trace compare`` shows."""
     rows = tuple(_change_row(change) for change in found.changes)
-    heads = ("part", "name", "A", "B", "change", "95 % within", "p-value", "is")
+    heads = ("a step", "A", "B", "change", "95 %: +-", "p-value", "is")
     parts: list[RenderableType] = [
         Text(comparison_sentence(found), style="bold"),
         Text(
@@ -215,7 +215,7 @@ def render_run_comparison(found: RunComparison) -> Group:
             f"B: {plural(found.b_steps, 'step')} of {plural(found.b_ranks, 'rank')}"
         ),
         Text(),
-        FittingTable(heads=heads, rows=rows, names=2, bold=frozenset([0])),
+        FittingTable(heads=heads, rows=rows, bold=frozenset([0])),
     ]
     if any(change.p_value is None for change in found.changes):
         words = "A run has too few steps to tell a change from noise: record 20 or more."
@@ -232,6 +232,7 @@ def comparison_sentence(found: RunComparison) -> str:
     share = format_share(abs(step.change_s) / max(step.a_s, 1e-12))
     words += f": {share} {step.verdict}"
     parts = [c for c in found.changes[1:] if c.part == "phase" and c.verdict == step.verdict]
+    parts.sort(key=lambda change: change.name == "waiting")  # it follows from the others
     ranks = [c for c in found.changes[1:] if c.part == "rank" and c.verdict == step.verdict]
     if parts:
         words += f", most of it in {phase_label(parts[0].name)}"
@@ -244,12 +245,11 @@ def _change_row(change: Change) -> tuple[str, ...]:
     label = phase_label(change.name) if change.part == "phase" else printable(change.name)
     sign = "+" if change.change_s > 0 else "-" if change.change_s < 0 else ""
     return (
-        change.part,
-        label,
+        f"rank {label}" if change.part == "rank" else label or change.part,
         format_seconds(change.a_s),
         format_seconds(change.b_s),
         f"{sign}{format_seconds(abs(change.change_s))}",
-        "" if change.error_s is None else f"+-{format_seconds(change.error_s)}",
+        "" if change.error_s is None else format_seconds(change.error_s),
         "" if change.p_value is None else significant(change.p_value, 2),
         change.verdict if change.verdict in (SLOWER, FASTER) else "",
     )

@@ -91,6 +91,12 @@ class DependencyGraph:
         return np.where(inside, nodes, -1)
 
     @property
+    def last_begin_ns(self) -> int:
+        """From the first rank's begin of the window to the last rank's."""
+        begins = self.recorded_ns[self.begins[:-1]]
+        return int(begins.max() - begins.min())
+
+    @property
     def wall_ns(self) -> int:
         """From the first rank's begin of the window to the last rank's end."""
         ends, begins = self.recorded_ns[self.ends], self.recorded_ns[self.begins[:-1]]
@@ -263,4 +269,4 @@ def _overhead_ns(edges: np.ndarray, recorded_ns: np.ndarray, first_collective: i
     found = np.maximum(0, recorded_ns - latest_ns)
     found[latest_ns == np.iinfo(np.int64).min] = 0
     found[first_collective:] = 0
-    return found
+    return np.asarray(found)

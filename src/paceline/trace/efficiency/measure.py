@@ -18,7 +18,7 @@ from paceline.trace.efficiency.what_if import (
     FREE_COMMUNICATION,
     RECORDED,
     SCENARIOS,
-    WhatIf,
+    ScenarioTime,
     io_ns,
     outside_ns,
     scenario_lengths,
@@ -54,7 +54,7 @@ class RunEfficiency(Record):
     last_step: int
     seconds: float
     metrics: EfficiencyMetrics
-    what_ifs: tuple[WhatIf, ...]
+    what_ifs: tuple[ScenarioTime, ...]
     path: CriticalPath
     waits: WaitStates
     overlap: tuple[RankOverlap, ...]
@@ -91,6 +91,9 @@ def measure_efficiency(analysis: Analysis, step: int | None = None) -> RunEffici
     seconds, steps = graph.wall_ns / 1e9, stop - first
     by_name = dict(zip(SCENARIOS, ends_s.tolist(), strict=True))
     replayed_s = by_name[RECORDED]
+    # A step lasts from the last rank's end of one to that of the next.
+    begun_s = graph.last_begin_ns / 1e9
+    steps_s = {name: ended_s - begun_s for name, ended_s in by_name.items()}
     outside_s = outside_ns(graph) / 1e9
     return RunEfficiency(
         first_step=first,
@@ -100,8 +103,12 @@ def measure_efficiency(analysis: Analysis, step: int | None = None) -> RunEffici
             outside_s, io_ns(analysis, graph) / 1e9, by_name[FREE_COMMUNICATION], seconds
         ),
         what_ifs=tuple(
-            WhatIf(scenario=name, step_s=ended_s / steps, shorter=_shorter(ended_s, replayed_s))
-            for name, ended_s in by_name.items()
+            ScenarioTime(
+                scenario=name,
+                step_s=spent_s / steps,
+                shorter=_shorter(spent_s, steps_s[RECORDED]),
+            )
+            for name, spent_s in steps_s.items()
         ),
         path=critical_path(analysis, graph, levels, lengths[0], times_ns[0]),
         waits=wait_states(analysis, graph, levels),

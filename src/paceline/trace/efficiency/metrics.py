@@ -9,7 +9,7 @@
           serialisation        lost even on an ideal network: ranks wait for each other in turn
           transfer             lost because data take time to move
 
-Each is the product of those below it. Serialisation and transfer are told apart by a replay of the
+Each is the product of those below it. Serialisation and transfer are separated by a replay of the
 recorded dependencies on an ideal network.
 
 Source: C. Rosas, J. Gimenez and J. Labarta, Scalability prediction for fundamental performance
@@ -30,34 +30,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EfficiencyMetrics(Record):
-    """The factors of a run's efficiency, each 0 to 1.
+    """The factors of a run's efficiency and their products, each 0 to 1.
 
     Attributes:
+        overall: the share of all ranks' time in which they compute: parallel x io.
+        io: of the ranks' time outside communication, the share without input and checkpoints.
+        parallel: the share of all ranks' time outside communication: load_balance x communication.
         load_balance: mean over largest of the ranks' times outside communication.
+        communication: the largest of these times over the run's: serialisation x transfer.
         serialisation: the largest of these times over the run's on an ideal network.
         transfer: the run's time on an ideal network over its time.
-        io: of the ranks' time outside communication, the share without input and checkpoints.
     """
 
+    overall: float
+    io: float
+    parallel: float
     load_balance: float
+    communication: float
     serialisation: float
     transfer: float
-    io: float
-
-    @property
-    def communication(self) -> float:
-        """The largest time outside communication over the run's time."""
-        return self.serialisation * self.transfer
-
-    @property
-    def parallel(self) -> float:
-        """The share of all ranks' time outside communication."""
-        return self.load_balance * self.communication
-
-    @property
-    def overall(self) -> float:
-        """The share of all ranks' time in which they compute."""
-        return self.parallel * self.io
 
 
 def efficiency_metrics(
@@ -78,11 +69,18 @@ def efficiency_metrics(
     """
     largest_s, mean_s = float(outside_s.max()), float(outside_s.mean())
     ideal_s = min(max(ideal_s, largest_s), wall_s)
+    io = _ratio(mean_s - float(io_s.mean()), mean_s)
+    load_balance = _ratio(mean_s, largest_s)
+    serialisation, transfer = _ratio(largest_s, ideal_s), _ratio(ideal_s, wall_s)
+    parallel = load_balance * serialisation * transfer
     return EfficiencyMetrics(
-        load_balance=_ratio(mean_s, largest_s),
-        serialisation=_ratio(largest_s, ideal_s),
-        transfer=_ratio(ideal_s, wall_s),
-        io=_ratio(mean_s - float(io_s.mean()), mean_s),
+        overall=parallel * io,
+        io=io,
+        parallel=parallel,
+        load_balance=load_balance,
+        communication=serialisation * transfer,
+        serialisation=serialisation,
+        transfer=transfer,
     )
 
 

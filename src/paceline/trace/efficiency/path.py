@@ -110,7 +110,8 @@ def _backwards(
     place = np.empty(len(levels.nodes), dtype=np.int64)
     place[levels.nodes] = np.arange(len(levels.nodes))
     sources = graph.edges["source"]
-    nodes, edges = [], []
+    nodes: list[int] = []
+    edges: list[int] = []
     node = last
     while True:
         first, stop = levels.edge_starts[place[node] : place[node] + 2]

@@ -102,7 +102,7 @@ def _ranges(first: np.ndarray, last: np.ndarray) -> np.ndarray:
     """Return the numbers of all ranges [first, last), one range after the other."""
     counts = last - first
     before = np.cumsum(counts) - counts
-    return np.arange(int(counts.sum())) - np.repeat(before - first, counts)
+    return np.asarray(np.arange(int(counts.sum())) - np.repeat(before - first, counts))
 
 
 def _sorted_by_level(graph: DependencyGraph, level: np.ndarray, kept: np.ndarray) -> Levels:

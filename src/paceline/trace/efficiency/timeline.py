@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from paceline.trace.analysis import Analysis
 
 _WAITING, _TRANSFER, _OTHER = (PHASES.index(name) for name in ("waiting", "transfer", "other"))
+_PASSES = ("forward", "backward")
 IO_PHASES = [PHASES.index(name) for name in ("input", "checkpoint")]
 
 
@@ -101,7 +102,9 @@ def _spans(
     rank, clock = analysis.trace.ranks[trace_index], analysis.trace.clocks[trace_index]
     waits = analysis.waits[trace_index][: None if with_waits else 0]
     kinds = rank.events["kind"]
-    chosen = (rank.events["location"] == MAIN) & (PHASE_OF_KIND[kinds] >= 0) & (kinds != Kind.WAIT)
+    phase_of = np.where(kinds == Kind.STAGE, _stage_phases(rank.names)[rank.events["name"]],
+                        PHASE_OF_KIND[kinds])  # fmt: skip
+    chosen = (rank.events["location"] == MAIN) & (phase_of >= 0)
     events = rank.events[chosen]
     spans = np.concatenate(
         [
@@ -112,10 +115,22 @@ def _spans(
     )
     phases = np.concatenate(
         [
-            PHASE_OF_KIND[events["kind"]],
+            phase_of[chosen],
             np.full(len(waits), _WAITING),
             np.full(len(waits), _TRANSFER),
         ]
     )
     lasting = spans[:, 1] > spans[:, 0]
     return spans[lasting], phases[lasting]
+
+
+def _stage_phases(names: tuple[str, ...]) -> np.ndarray:
+    """Return for each of a rank's names the phase of a pipeline's action of that name, -1 of none.
+
+    An action is named ``forward``, ``backward``, or by the part of a backward pass that it is.
+    """
+    phases = [
+        next((PHASES.index(phase) for phase in _PASSES if name.startswith(phase)), -1)
+        for name in names
+    ]
+    return np.array(phases or [-1])

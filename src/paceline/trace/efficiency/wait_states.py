@@ -3,8 +3,9 @@
 A rank that waits says where the time was lost, not why. The rank that came last, the *delayer*, is
 compared with the rank that waited: since both were last synchronised, in which phases did the
 delayer spend longer? The wait is charged to these phases, in proportion. If the delayer waited
-longer as well, that share of the wait was only passed on: it is charged to whoever made the delayer
-wait, as indirect cost. Every second of waiting is charged once, so the costs add up to the waiting.
+longer as well, that share of the wait was only passed on: it is charged to the rank that made the
+delayer wait, as indirect cost. Every second of waiting is charged once, so the costs add up to the
+waiting.
 
 Source: D. Boehme, M. Geimer, F. Wolf and L. Arnold, Identifying the root causes of wait states in
 large-scale parallel applications (2010), sections 3 and 4. There each pair of calls is compared
@@ -233,7 +234,7 @@ class _Delays:
         passed on goes to all waits of the delayer since its sync, in proportion to their length;
         `passed_on` holds it at the last of them until the delayer's waits are reached, backwards.
         """
-        all_s = self.waits_s.copy()
+        all_s: np.ndarray = self.waits_s.copy()
         if not (passed > 0).any():
             return all_s
         passed_on = np.zeros(len(self.all_waits_ns))  # by second of waiting
@@ -261,7 +262,7 @@ def _sums(values: np.ndarray, first: np.ndarray, stop: np.ndarray) -> np.ndarray
     counts = np.maximum(0, stop - first)
     owner = np.repeat(np.arange(len(first)), counts)
     at = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts) + first[owner]
-    return np.bincount(owner, values[at], minlength=len(first))
+    return np.asarray(np.bincount(owner, values[at], minlength=len(first)))
 
 
 class _Syncs:

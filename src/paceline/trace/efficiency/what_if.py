@@ -30,7 +30,7 @@ SCENARIOS = (RECORDED, FREE_COMMUNICATION, BALANCED_LOAD, FREE_IO, FREE_AND_BALA
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WhatIf(Record):
+class ScenarioTime(Record):
     """What a step would take in a scenario.
 
     Attributes:
