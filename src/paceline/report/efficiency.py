@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from paceline.trace.efficiency.metrics import EfficiencyMetrics
 
 _ROWS = 10
+_MOST_CHANGES = 24
+_LEAST_GAIN = 0.001  # of a step, to be worth a word
+_LEAST_P_VALUE = 1e-4  # smaller ones say no more
 _SHOWN_ERROR = 0.01  # of a replay, from which on it is shown
 
 
@@ -68,7 +71,7 @@ def efficiency_sentence(found: RunEfficiency) -> str:
     words = f"The ranks compute {format_share(metrics.overall)} of their time"
     if factors[least] < 1:
         words += f"; {least} costs most ({format_share(factors[least])})"
-    gains = [item for item in found.what_ifs[1:4] if item.shorter > 0]
+    gains = [item for item in found.what_ifs[1:4] if item.shorter >= _LEAST_GAIN]
     if not gains:
         return f"{words}."
     told = "; ".join(
@@ -89,7 +92,7 @@ def _metrics(metrics: EfficiencyMetrics) -> FittingTable:
         ("      transfer", metrics.transfer, "data take time to move"),
     )
     return FittingTable(
-        heads=("efficiency", "is", "of all"),
+        heads=("efficiency", "which is", "share"),
         rows=tuple((name, words, format_share(value)) for name, value, words in rows),
         names=2,
         bold=frozenset([0]),
@@ -206,7 +209,17 @@ def _matrix(found: RunEfficiency) -> list[RenderableType]:
 
 def render_run_comparison(found: RunComparison) -> Group:
     """Return what ``paceline trace compare`` shows."""
-    rows = tuple(_change_row(change) for change in found.changes)
+    step_s = found.step.a_s
+    shown = [
+        change
+        for change in found.changes
+        if change.verdict != UNCHANGED
+        or (
+            change.part in ("step", "phase") and max(change.a_s, change.b_s) >= _LEAST_GAIN * step_s
+        )
+    ]
+    rows = tuple(_change_row(change) for change in shown[:_MOST_CHANGES])
+    left = len(found.changes) - len(rows)
     heads = ("a step", "A", "B", "change", "95 %: +-", "p-value", "is")
     parts: list[RenderableType] = [
         Text(comparison_sentence(found), style="bold"),
@@ -217,6 +230,8 @@ def render_run_comparison(found: RunComparison) -> Group:
         Text(),
         FittingTable(heads=heads, rows=rows, bold=frozenset([0])),
     ]
+    if left:
+        parts.append(Text(f"and {plural(left, 'part')} more"))
     if any(change.p_value is None for change in found.changes):
         words = "A run has too few steps to tell a change from noise: record 20 or more."
         parts += [Text(), Text(words, style="yellow")]
@@ -241,6 +256,12 @@ def comparison_sentence(found: RunComparison) -> str:
     return f"{words}."
 
 
+def _p_value(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"< {_LEAST_P_VALUE:.4f}" if value < _LEAST_P_VALUE else significant(value, 2)
+
+
 def _change_row(change: Change) -> tuple[str, ...]:
     label = phase_label(change.name) if change.part == "phase" else printable(change.name)
     sign = "+" if change.change_s > 0 else "-" if change.change_s < 0 else ""
@@ -250,6 +271,6 @@ def _change_row(change: Change) -> tuple[str, ...]:
         format_seconds(change.b_s),
         f"{sign}{format_seconds(abs(change.change_s))}",
         "" if change.error_s is None else format_seconds(change.error_s),
-        "" if change.p_value is None else significant(change.p_value, 2),
+        _p_value(change.p_value),
         change.verdict if change.verdict in (SLOWER, FASTER) else "",
     )
