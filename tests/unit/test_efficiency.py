@@ -163,6 +163,21 @@ def test_clocks_that_contradict_each_other_are_cut_and_counted(tmp_path):
     assert sum(part.seconds for part in found.path.parts) == pytest.approx(found.path.seconds)
 
 
+def test_ranks_of_two_nodes_are_compared_on_one_clock(tmp_path):
+    late = (Late(rank=1, ms=20, first=0, last=5), Late(0, 20, 6, STEPS, "compute"))
+    by_rank = data_parallel(2, STEPS, late=late)
+    by_rank[1] = [moved(event, 2000 * MS) for event in by_rank[1]]
+    run = write_run(tmp_path, by_rank)
+    set_boot_id(run / "trace" / "rank-00001.trace", "another node")
+    found = measure_efficiency(analyse(load_run(run)))
+    assert found.waits.seconds == pytest.approx(0.020 * (STEPS - 1), rel=0.05)
+    costs = {(cost.rank, cost.phase): cost.direct_s for cost in found.waits.delays}
+    assert costs[1, "input"] == pytest.approx(0.020 * 5, rel=0.05)
+    assert costs[0, "forward"] == pytest.approx(0.020 * 6, rel=0.05)
+    assert found.path.seconds == pytest.approx(found.seconds, rel=1e-3)
+    assert [level.level for level in found.matrix.levels] == ["network"]
+
+
 def moved(event, ns):
     return Event(
         **{

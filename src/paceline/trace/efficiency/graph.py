@@ -60,7 +60,7 @@ class DependencyGraph:
 
     Attributes:
         segments: array of `SEGMENT`, by trace, in order of time.
-        edges: array of `EDGE`.
+        edges: array of `EDGE`; first those of the segments, in their order.
         dependencies: array of `DEPENDENCY`, of all waits of the run.
         recorded_ns: when each node happened, shape (nodes,).
         overhead_ns: what follows a node's last edge in its wait, shape (nodes,).
@@ -159,8 +159,8 @@ class _RankWindow:
         self.trace_index = trace_index
         steps = rank.events_of(Kind.STEP)
         inside = (steps["step"] >= first) & (steps["step"] < stop)
-        begin_ns = int(clock.to_run_ns(steps["begin_ns"][inside].min()))
-        end_ns = int(clock.to_run_ns(steps["end_ns"][inside].max()))
+        begin_ns = clock.to_run_ns(int(steps["begin_ns"][inside].min()))
+        end_ns = clock.to_run_ns(int(steps["end_ns"][inside].max()))
         waits = analysis.waits[trace_index]
         chosen = np.flatnonzero((waits["begin_ns"] >= begin_ns) & (waits["end_ns"] <= end_ns))
         self.first_wait = int(chosen[0]) if len(chosen) else 0

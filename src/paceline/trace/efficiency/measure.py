@@ -19,8 +19,9 @@ from paceline.trace.efficiency.what_if import (
     RECORDED,
     SCENARIOS,
     ScenarioTime,
-    io_ns,
+    edge_io_ns,
     outside_ns,
+    rank_io_ns,
     scenario_lengths,
 )
 
@@ -85,7 +86,8 @@ def measure_efficiency(analysis: Analysis, step: int | None = None) -> RunEffici
     first, stop = _window(analysis, step)
     graph = dependency_graph(analysis, first, stop)
     levels = order_levels(graph)
-    lengths = scenario_lengths(analysis, graph)
+    io_ns = edge_io_ns(analysis, graph)
+    lengths = scenario_lengths(graph, io_ns)
     times_ns = replay_ns(graph, levels, lengths)
     ends_s = times_ns[:, graph.ends].max(axis=1) / 1e9
     seconds, steps = graph.wall_ns / 1e9, stop - first
@@ -100,7 +102,7 @@ def measure_efficiency(analysis: Analysis, step: int | None = None) -> RunEffici
         last_step=stop - 1,
         seconds=seconds,
         metrics=efficiency_metrics(
-            outside_s, io_ns(analysis, graph) / 1e9, by_name[FREE_COMMUNICATION], seconds
+            outside_s, rank_io_ns(graph, io_ns) / 1e9, by_name[FREE_COMMUNICATION], seconds
         ),
         what_ifs=tuple(
             ScenarioTime(

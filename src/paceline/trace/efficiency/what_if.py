@@ -44,8 +44,13 @@ class ScenarioTime(Record):
     shorter: float
 
 
-def scenario_lengths(analysis: Analysis, graph: DependencyGraph) -> list[Lengths]:
-    """Return what edges and waits take in each of `SCENARIOS`, in that order."""
+def scenario_lengths(graph: DependencyGraph, io_ns: np.ndarray) -> list[Lengths]:
+    """Return what edges and waits take in each of `SCENARIOS`, in that order.
+
+    Args:
+        graph: of some steps.
+        io_ns: time of each edge in input and checkpoints, from `edge_io_ns`, shape (edges,).
+    """
     edges = graph.edges
     part_ns = edges["part_ns"].astype(np.float64)
     transfer_ns = edges["transfer_ns"].astype(np.float64)
@@ -56,9 +61,16 @@ def scenario_lengths(analysis: Analysis, graph: DependencyGraph) -> list[Lengths
         Lengths(part_ns + transfer_ns, overhead_ns),
         Lengths(part_ns, none_ns),
         Lengths(balanced_ns + transfer_ns, overhead_ns),
-        Lengths(part_ns - _io_ns(analysis, graph) + transfer_ns, overhead_ns),
+        Lengths(part_ns - io_ns + transfer_ns, overhead_ns),
         Lengths(balanced_ns, none_ns),
     ]
+
+
+def rank_io_ns(graph: DependencyGraph, io_ns: np.ndarray) -> np.ndarray:
+    """Return each rank's time in input and checkpoints in the window, shape (traces,)."""
+    segments = graph.segments  # each has its own edge, in the same order, before all others
+    own_ns = io_ns[: len(segments)]
+    return np.bincount(segments["trace"], own_ns, minlength=len(graph.begins) - 1)
 
 
 def outside_ns(graph: DependencyGraph) -> np.ndarray:
@@ -87,8 +99,8 @@ def _balance(graph: DependencyGraph) -> np.ndarray:
     return found
 
 
-def _io_ns(analysis: Analysis, graph: DependencyGraph) -> np.ndarray:
-    """Return how long each edge reads input or writes a checkpoint."""
+def edge_io_ns(analysis: Analysis, graph: DependencyGraph) -> np.ndarray:
+    """Return how long each edge reads input or writes a checkpoint, shape (edges,)."""
     edges = graph.edges
     found = np.zeros(len(edges))
     inside = np.flatnonzero((edges["segment"] >= 0) & (edges["part_ns"] > 0))
@@ -98,15 +110,4 @@ def _io_ns(analysis: Analysis, graph: DependencyGraph) -> np.ndarray:
         begins_ns = segments["begin_ns"][own]
         spent_ns = timeline.between_ns(begins_ns, begins_ns + edges["part_ns"][inside[own]])
         found[inside[own]] = spent_ns[:, IO_PHASES].sum(axis=1)
-    return found
-
-
-def io_ns(analysis: Analysis, graph: DependencyGraph) -> np.ndarray:
-    """Return each rank's time in input and checkpoints in the window, shape (traces,)."""
-    segments = graph.segments
-    found = np.zeros(len(graph.begins) - 1)
-    for trace_index, own in enumerate(rows_by(segments["trace"], len(found))):
-        timeline = phase_timeline(analysis, trace_index)
-        spent_ns = timeline.between_ns(segments["begin_ns"][own], segments["end_ns"][own])
-        found[trace_index] = spent_ns[:, IO_PHASES].sum()
     return found
