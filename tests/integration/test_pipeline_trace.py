@@ -6,6 +6,8 @@ import pytest
 from launching import last_json, paceline
 
 from paceline.schedules.pipeline import one_forward_one_backward
+from paceline.trace.analysis import analyse
+from paceline.trace.efficiency import measure_efficiency
 from paceline.trace.format.events import WITHOUT_GRADIENTS, Kind
 from paceline.trace.merge import load_run
 
@@ -69,3 +71,19 @@ def test_the_report_shows_a_batch(run):
     assert "A batch in the pipeline" in page
     assert page.count("forward, stage 0, microbatch") == 4
     assert "idle, all ranks" in done.out
+
+
+def test_waits_of_stages_are_replayed_and_charged(run):
+    found = measure_efficiency(analyse(load_run(run)))
+    assert found.replay_error == pytest.approx(0, abs=0.01)
+    assert found.cut_count == 0
+    assert sum(part.seconds for part in found.path.parts) == pytest.approx(found.path.seconds)
+    assert {call.state for call in found.waits.calls} >= {"late sender"}
+    costs = sum(cost.seconds for cost in found.waits.delays)
+    assert costs == pytest.approx(found.waits.seconds, rel=1e-4)
+    for rank in load_run(run).ranks:
+        sent = rank.events_of(Kind.SEND)
+        other = 1 - rank.rank
+        pair = next(p for p in found.matrix.pairs if (p.source, p.target) == (rank.rank, other))
+        assert (pair.messages, pair.message_bytes) == (len(sent), int(sent["amount"].sum()))
+        assert pair.message_bytes >= STEPS * SAMPLES * WIDTH * 4

@@ -2,7 +2,7 @@
 
 import pytest
 from exchanges import Collective, EndOfStep, Message, Work, play
-from traces import MS, Event, Late, data_parallel, set_boot_id, write_run
+from traces import MS, Event, Late, data_parallel, set_boot_id, set_dropped_count, write_run
 
 from paceline.core.errors import NotFound, UsageError
 from paceline.trace.analysis import analyse
@@ -193,6 +193,17 @@ def test_a_single_rank_has_nothing_to_wait_for(tmp_path):
     assert found.metrics.parallel == 1
     assert found.waits.seconds == 0
     assert not found.matrix.pairs
+
+
+def test_a_step_that_a_rank_lost_is_refused_and_the_others_are_measured(tmp_path):
+    by_rank = data_parallel(2, STEPS)
+    by_rank[1] = [event for event in by_rank[1] if event.kind != Kind.STEP or event.step != 4]
+    run = write_run(tmp_path, by_rank)
+    set_dropped_count(run / "trace" / "rank-00001.trace", 1)
+    analysis = analyse(load_run(run))
+    with pytest.raises(NotFound, match="step 4 of rank 1 was not recorded"):
+        measure_efficiency(analysis, 4)
+    assert measure_efficiency(analysis).what_ifs[0].step_s == pytest.approx(0.010)
 
 
 def test_steps_that_are_not_there_are_refused(tmp_path):
