@@ -159,7 +159,8 @@ def row_of(name, ranks, cores, machine, *, quick):
         )
         exposed_s = max(1e-9, measured_s - silent_s)
         row["meeting_s"] = meeting_s - silent_s  # of the exposed time, what one number takes too
-        predicted_s = here.breakdown.transfer
+        # Of the predicted wait, what the ranks lose without meeting is in steps of `no_sync`, too.
+        predicted_s = here.breakdown.transfer + here.breakdown.waiting - step.waiting_s
         row["exposed_s"] = errors(predicted_s, exposed_s)
         sent = sent_bytes(name, ranks, cores)
         if sent:

@@ -88,6 +88,8 @@ class StepMeasurement(Record):
         phases: forward, backward and optimizer.
         operators: of a step, by phase.
         waiting_s: by which the slowest process of a step is later than the processes on average.
+        meeting_s: by which a step is longer in which processes that outnumber the cores reduce a
+            number: each waits for a core, as often as it waits for the others.
         peak_bytes: resident memory of a process at the peak of its whole steps.
         base_bytes: resident memory before the model was made: interpreter, torch, imports.
         foreign_cores: that other work used meanwhile, on average.
@@ -101,6 +103,7 @@ class StepMeasurement(Record):
     phases: dict[str, MeasuredPhase]
     operators: tuple[OperatorCalls, ...]
     waiting_s: float = 0.0
+    meeting_s: float = 0.0
     peak_bytes: int = 0
     base_bytes: int = 0
     foreign_cores: float = 0.0

@@ -159,7 +159,8 @@ def _breakdown(
     if plan.mesh.data == 1:
         residual_s["waiting"] = 0.0  # there is nobody to wait for
     elif measured is not None:
-        residual_s["waiting"] = measured.waiting_s
+        once_s = _collective(machine, "all_reduce", plan).seconds_at(0)  # is in transfer, too
+        residual_s["waiting"] = measured.waiting_s + max(0.0, measured.meeting_s - once_s)
     busy_s = sum(phases_s.values()) + transfer_s + buffer_broadcast_s
     # A measured step ran beside as many others as planned: what they share is in its times.
     factor = oversubscription_factor(machine.devices[0], plan)
@@ -242,7 +243,8 @@ def _sources(
         cost = _collective(machine, "all_reduce", plan)
         source = cost.points[0].seconds.source
         sources["transfer"] = f"{cost.backend}: {source}, {cost.ranks} ranks"
-        if oversubscription_factor(machine.devices[0], plan) > 1:
+        meets = measured is not None and measured.meeting_s > 0
+        if oversubscription_factor(machine.devices[0], plan) > 1 and not meets:
             # 4 ranks on 2 cores: 8 times as long as the links promise
             sources["transfer"] += "; too low, as waiting for a core is not in it"
     return sources

@@ -225,19 +225,28 @@ def combined(answers: Sequence[StepAnswer], *, shared: bool = False) -> StepMeas
         )
         for name, phase in first.phases.items()
     }
-    waiting_s = 0.0
+    waiting_s = meeting_s = 0.0
     if len(answers) > 1:
-        slowest = [max(step) for step in zip(*(answer.whole_s for answer in answers), strict=True)]
-        own = _mean(statistics.median(answer.whole_s) for answer in answers)
-        waiting_s = max(0.0, statistics.median(slowest) - own)
+        slowest_s = _slowest(answer.whole_s for answer in answers)
+        own_s = _mean(statistics.median(answer.whole_s) for answer in answers)
+        waiting_s = max(0.0, slowest_s - own_s)
+        if all(answer.met_s for answer in answers):
+            meeting_s = max(0.0, _slowest(answer.met_s for answer in answers) - slowest_s)
     return dataclasses.replace(
         first,
         phases=phases,
         waiting_s=waiting_s,
+        meeting_s=meeting_s,
         peak_bytes=max(answer.step.peak_bytes for answer in answers),
         base_bytes=max(answer.step.base_bytes for answer in answers),
         foreign_cores=_foreign_cores([answer.cpu for answer in answers], shared=shared),
     )
+
+
+def _slowest(steps: Iterable[Sequence[float]]) -> float:
+    """Return the median seconds of a step on its slowest rank."""
+    slowest: list[float] = [max(step) for step in zip(*steps, strict=True)]
+    return statistics.median(slowest)
 
 
 def _mean(values: Iterable[float]) -> float:

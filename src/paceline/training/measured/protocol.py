@@ -85,11 +85,13 @@ class StepAnswer(WorkerMessage):
     Attributes:
         step: with what other work used left open.
         whole_s: seconds of each whole step; step i ran at the same time in all processes.
+        met_s: of steps in which the processes reduced a number; empty where each has a core.
         cpu: None where the kernel does not say.
     """
 
     step: StepMeasurement
     whole_s: tuple[float, ...]
+    met_s: tuple[float, ...] = ()
     cpu: CpuSpan | None
 
 

@@ -38,8 +38,12 @@ class StepRunner:
     optimizer: torch.optim.Optimizer | None
     phase: Callable[[Phase | None], None] = field(default=lambda _: None)
 
-    def run(self) -> tuple[float, float, float]:
-        """Run a step; return the seconds of forward, backward and optimizer."""
+    def run(self, meet: Callable[[], None] = lambda: None) -> tuple[float, float, float]:
+        """Run a step; return the seconds of forward, backward and optimizer.
+
+        Args:
+            meet: called before the update, which counts it: what waits for the other ranks.
+        """
         module, optimizer = self.step.module, self.optimizer
         begin = time.perf_counter()
         self.phase("forward")
@@ -58,6 +62,7 @@ class StepRunner:
             forward_s, backward_s = forward_s + middle - begin, backward_s + end - middle
             begin = end
         self.phase("optimizer")
+        meet()
         if optimizer is not None:
             optimizer.step()
         self.phase(None)
@@ -70,9 +75,11 @@ class WholeSteps:
 
     Attributes:
         rounds: each a list of steps, each the seconds of its phases.
+        met_s: seconds of steps, one after the other, in which the ranks meet.
     """
 
     rounds: list[list[tuple[float, float, float]]] = field(default_factory=list)
+    met_s: list[float] = field(default_factory=list)
 
     def steps(self) -> list[tuple[float, float, float]]:
         """Return all steps."""
@@ -103,6 +110,7 @@ def run_round(
     synchronize: Callable[[], None],
     agree: Callable[[float], float],
     least: int = LEAST_STEPS,
+    meet: Callable[[], None] | None = None,
 ) -> None:
     """Run steps for about `round_s` seconds, after a few that warm up.
 
@@ -113,6 +121,7 @@ def run_round(
         synchronize: waits for the other processes, before each step.
         agree: returns the value of the leading process: all run as many steps.
         least: steps of the round, and at most so many warm up.
+        meet: waits for the other processes within steps; half as many steps do that.
     """
     warm = []
     for _ in range(min(WARM_STEPS, least)):
@@ -124,6 +133,10 @@ def run_round(
         synchronize()
         steps.append(runner.run())
     times.rounds.append(steps)
+    if meet is not None:
+        synchronize()
+        met_s = [sum(runner.run(meet)) for _ in range(1 + max(least, count // 2))]
+        times.met_s += met_s[1:]
 
 
 def loss_of(step: TrainingStep, module: torch.nn.Module) -> torch.Tensor:

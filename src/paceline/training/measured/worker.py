@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.core import node
-from paceline.core.affinity import bind_threads
+from paceline.core.affinity import allowed_cores, bind_threads
 from paceline.core.errors import PacelineError, ScriptFailed
 from paceline.core.foreign_cpu import cpu_use
 from paceline.core.measured_step import MeasuredPhase, OperatorCalls, StepMeasurement
@@ -98,7 +98,13 @@ def _measure(step: TrainingStep, request: StepRequest, base: int) -> StepAnswer:
     runner, times = make_runner(step), WholeSteps()
     begin = cpu_use()
     round_ = functools.partial(
-        run_round, runner, times, round_s=request.round_s, synchronize=synchronize, agree=agree
+        run_round,
+        runner,
+        times,
+        round_s=request.round_s,
+        synchronize=synchronize,
+        agree=agree,
+        meet=_meeting(request),
     )
     round_()
     peak_bytes = resident_bytes("VmHWM")
@@ -130,7 +136,10 @@ def _answer(
         whole_steps=len(times.steps()),
     )
     return StepAnswer(
-        step=measured, whole_s=tuple(sum(seconds) for seconds in times.steps()), cpu=cpu
+        step=measured,
+        whole_s=tuple(sum(seconds) for seconds in times.steps()),
+        met_s=tuple(times.met_s),
+        cpu=cpu,
     )
 
 
@@ -154,6 +163,7 @@ def _measure_forms(make: Callable[[], TrainingStep], request: StepRequest) -> Fo
                 synchronize=synchronize,
                 agree=agree,
                 least=LEAST_STEPS if turn else 1,
+                meet=_meeting(request) if turn else None,
             )
             spans[number].append(_span(begin, cpu_use()))
         step_s = [agree(own.step_s()) for own in times]
@@ -169,6 +179,17 @@ def _measure_forms(make: Callable[[], TrainingStep], request: StepRequest) -> Fo
 def _together(request: StepRequest) -> tuple[Callable[[], None], Callable[[float], float]]:
     """Return what waits for the other ranks, and what returns the value of rank 0."""
     return (dist.barrier, _leading) if request.ranks > 1 else (lambda: None, float)
+
+
+def _meeting(request: StepRequest) -> Callable[[], None] | None:
+    """Return what lets ranks meet within a step, if they outnumber the cores; else None.
+
+    Where each has cores of its own, a meeting takes what its collective takes.
+    """
+    if request.ranks <= len(allowed_cores()):
+        return None
+    number = torch.zeros(1)
+    return lambda: dist.all_reduce(number)
 
 
 def _operators(
