@@ -21,6 +21,7 @@ from paceline.core.scaling_profile import (
     is_profile,
     read_profile,
 )
+from paceline.launch.program import Program, ProgramKind
 from paceline.perf.transformer import Architecture
 from paceline.report.characterization.effects import effects
 from paceline.report.characterization.page import render_profile_page
@@ -129,6 +130,21 @@ class TestCells:
             check_placeholders(["--epochs", "{epochs}"], {"batch": ("1",)}, planned=frozenset())
         with pytest.raises(UsageError, match=r"no axis is named \{bach\}.*Did you mean 'batch'"):
             check_placeholders(["{bach}"], {"batch": ("1",)}, planned=frozenset())
+
+    def test_checkpointing_reaches_a_script_by_its_plan_or_its_arguments(self):
+        def study(values, *args):
+            program = Program(ProgramKind.SCRIPT, __file__)
+            axes = {"checkpointing": values}
+            return make_study(SweepOptions(axes=axes, ranks=(1,), program=program, args=args))
+
+        plans = CellPlans(
+            threads=1, engine="ddp", collectives="torch", predicted={}, recomputes=True
+        )
+        cells = study(("off", "on")).cells
+        assert [plans.plan(cell).plan.recompute for cell in cells] == ["none", "full"]
+        study(("no", "yes"), "{checkpointing}")
+        with pytest.raises(UsageError, match="checkpointing is no, yes"):
+            study(("no", "yes"))
 
     def test_the_built_in_models_refuse_what_they_do_not_have(self):
         assert len(make_study(SweepOptions(axes={}, ranks=(1, 2))).cells) == 16

@@ -18,7 +18,7 @@ from paceline.core.plan_file import PlanFile
 from paceline.core.workload import Workload
 from paceline.perf import estimate
 from paceline.probe.machine_file import load_machine
-from paceline.studies.characterize.axes import BATCH, PRECISION, WORKERS
+from paceline.studies.characterize.axes import BATCH, CHECKPOINTING, PRECISION, WORKERS
 from paceline.studies.predict import StrategyOptions, predict
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class CellPlans:
         engine: that reduces gradients in scripts that call `paceline.training.prepare`.
         collectives: of all runs.
         predicted: values with which the step is that of the target, by the axis's name.
+        recomputes: whether the axis checkpointing reaches the program by its plan.
         target: ``FILE.py:FUNCTION`` of the training step, with ``{model}`` for the axis's value;
             empty: nothing is predicted.
         machine_path: on which it is predicted; None: this host's probe.
@@ -47,6 +48,7 @@ class CellPlans:
     engine: EngineChoice
     collectives: CollectivesChoice
     predicted: Mapping[str, str]
+    recomputes: bool = False
     target: str = ""
     machine_path: Path | None = None
     why_not: str = ""
@@ -80,6 +82,9 @@ class CellPlans:
             engine=self.engine,
             collectives=self.collectives,
             precision=precision_of(cell.settings.get(PRECISION)),
+            recompute="full"
+            if self.recomputes and cell.settings.get(CHECKPOINTING) == "on"
+            else "none",
             loader_workers=_whole(cell.settings.get(WORKERS), 0),
         )
         is_known = all(

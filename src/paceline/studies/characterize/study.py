@@ -20,10 +20,12 @@ from paceline.probe.machine_file import known_machine
 from paceline.studies.characterize import digits
 from paceline.studies.characterize.axes import (
     BATCH,
+    CHECKPOINTING,
     PRECISION,
     Cell,
     check_placeholders,
     make_cells,
+    placeholders,
 )
 from paceline.studies.characterize.curves import SweepFacts, make_profile
 from paceline.studies.characterize.log import SweepLog
@@ -136,6 +138,7 @@ class SweepStudy:
             engine=options.engine,
             collectives=options.collectives,
             predicted=predicted,
+            recomputes=_recomputes(options),
             target=target,
             machine_path=options.machine_path,
         )
@@ -202,8 +205,13 @@ def make_study(options: SweepOptions) -> SweepStudy:
     else:
         axes = dict(options.axes)
         base = options.program.stem
-        planned = frozenset({PRECISION})
-        check_placeholders(options.args, axes, planned=planned)
+        check_placeholders(options.args, axes, planned=frozenset({PRECISION, CHECKPOINTING}))
+        if _recomputes(options) and not {*axes[CHECKPOINTING]} <= {"off", "on"}:
+            raise UsageError(
+                f"checkpointing is {', '.join(axes[CHECKPOINTING])}",
+                where="paceline characterize --checkpointing",
+                fix="Give off and on, or put {checkpointing} among the script's arguments",
+            )
     for value in axes.get(BATCH, ()):
         if not value.isdecimal() or int(value) < 1:
             raise UsageError(
@@ -213,6 +221,12 @@ def make_study(options: SweepOptions) -> SweepStudy:
             )
     cells = make_cells(base, axes, ranks, cross=options.cross)
     return SweepStudy(options=options, axes=axes, cells=cells, threads=threads, notes=tuple(notes))
+
+
+def _recomputes(options: SweepOptions) -> bool:
+    """Return whether the plan says what is computed again, as the script's arguments do not."""
+    is_said = CHECKPOINTING in placeholders(options.args)
+    return options.program is not None and CHECKPOINTING in options.axes and not is_said
 
 
 def _builtin_axes(given: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
