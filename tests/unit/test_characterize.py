@@ -354,7 +354,10 @@ class TestProfile:
             return RepeatedFigure(value=value, low=value * 0.98, high=value * 1.02, repeats=3)
 
         def curve(name, rate, **settings):
-            point = RankPoint(ranks=2, throughput=figure(rate), efficiency=1.0, step_s=0.1)
+            scores = {"accuracy": RepeatedFigure(value=0.5 if rate == 99 else 0.9, repeats=1)}
+            point = RankPoint(
+                ranks=2, throughput=figure(rate), efficiency=1.0, step_s=0.1, scores=scores
+            )
             return ScalingCurve(
                 name=name,
                 settings={"model": "cnn", "batch": "16", "storage": "packed", **settings},
@@ -383,7 +386,10 @@ class TestProfile:
         }
         words = advice(profile)
         assert any(sentence.startswith("Batch 64 in place of 16: 1.80 times") for sentence in words)
-        assert any("No clear difference in throughput: storage files" in text for text in words)
+        assert (
+            "Storage files in place of packed: no clear difference in throughput; at equal epochs "
+            "accuracy 0.500 against 0.900." in words
+        )
 
     def test_the_page_shows_names_as_text(self):
         page = render_profile_page(

@@ -32,9 +32,9 @@ def advice(profile: ScalingProfile) -> list[str]:
     others = [curve for curve in profile.curves[1:] if _differs(curve, first)]
     sentences += [f"{curve.name}: {scaling_words(curve)}" for curve in others]
     changes = effects(profile)
-    clear = [change for change in changes if _is_noted(change)]
+    clear = [change for change in changes if _is_noted(change) or _score_words(change)]
     sentences += [effect_words(change) for change in sorted(clear, key=lambda e: -e.ratio)]
-    same = [change for change in changes if change.is_known and not _is_noted(change)]
+    same = [change for change in changes if change.is_known and change not in clear]
     if same:
         names = ", ".join(f"{_axis(change.axis)} {change.value}" for change in same)
         sentences.append(f"No clear difference in throughput: {names}.")
@@ -110,11 +110,13 @@ def _why(fewest: RankPoint, point: RankPoint) -> str:
 
 def effect_words(change: SettingEffect) -> str:
     """Return what a change does, in a sentence."""
+    what = f"{_axis(change.axis).capitalize()} {change.value} in place of {change.baseline}: "
+    if not _is_noted(change):
+        return f"{what}no clear difference in throughput{_score_words(change)}."
     known = f" ({significant(change.low)} to {significant(change.high)})"
     interval = known if change.is_known else ""
     return (
-        f"{_axis(change.axis).capitalize()} {change.value} in place of {change.baseline}: "
-        f"{significant(change.ratio)} times the throughput on {plural(change.ranks, 'rank')}"
+        f"{what}{significant(change.ratio)} times the throughput on {plural(change.ranks, 'rank')}"
         f"{interval}{_score_words(change)}."
     )
 

@@ -35,6 +35,7 @@ _WIDTH = 256  # of the perceptron
 _EMBEDDING, _HEADS = 64, 4  # of the transformer, which takes a row of pixels as a token
 REFERENCE_BATCH = 64  # samples of a step on all ranks, for which the rates are tuned
 RATES = {"sgd": 0.05, "lars": 4.0}
+WARM_UP_EPOCHS = 4  # in which compression grows to its ratio, as published
 MOMENTUM, DECAY = 0.9, 1e-4
 
 
@@ -167,7 +168,7 @@ def main() -> None:
     optimizer = make_optimizer(options.optimizer, module, options.batch * dist.get_world_size())
     compression: dict[str, Any] = {
         "none": {},
-        "dgc": {"compression": "dgc", "compression_warmup": len(loader)},
+        "dgc": {"compression": "dgc", "compression_warmup": WARM_UP_EPOCHS * len(loader)},
     }
     model, optimizer = prepare(
         module,
