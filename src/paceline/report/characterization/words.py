@@ -70,7 +70,7 @@ def scaling_words(curve: ScalingCurve) -> str:
     fewest = curve.points[0]
     beyond = next((point for point in curve.points if point.ranks > most), None)
     if len(curve.points) == 1:
-        return f"Only {plural(fewest.ranks, 'rank')} was measured: nothing is known of scaling."
+        return f"All runs had {plural(fewest.ranks, 'rank')}: nothing is known of scaling."
     if beyond is None:
         last = curve.points[-1]
         return (

@@ -8,6 +8,7 @@ epochs are those of equal work.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 from pathlib import Path
@@ -147,6 +148,20 @@ def main() -> None:
     """Train, test, and have rank 0 write the scores."""
     options = _options()
     dist.init_process_group("gloo")
+    world = dist.group.WORLD
+    scores = train_model(options)
+    if dist.get_rank() == 0:
+        options.result.write_text(json.dumps(scores))
+    dist.barrier()  # all ranks end together
+    # DistributedDataParallel must not be the last to hold the group: its reducer would then join
+    # gloo's threads with the GIL, which such a thread may need to release a tensor (torch 2.10).
+    gc.collect()
+    dist.destroy_process_group()
+    del world
+
+
+def train_model(options: argparse.Namespace) -> dict[str, float | None]:
+    """Train on this rank's part of the data, and return the scores of the model."""
     torch.manual_seed(options.seed)
     data: Any = (
         PackDataset(options.data / PACK, decode)
@@ -188,14 +203,10 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
-    if dist.get_rank() == 0:
-        scores = {
-            "accuracy": _accuracy(module, data, test),
-            "loss": round(torch.stack(losses).mean().item(), 4) if losses else None,
-        }
-        options.result.write_text(json.dumps(scores))
-    dist.barrier()  # all ranks end together
-    dist.destroy_process_group()
+    return {
+        "accuracy": _accuracy(module, data, test) if dist.get_rank() == 0 else None,
+        "loss": round(torch.stack(losses).mean().item(), 4) if losses else None,
+    }
 
 
 def _accuracy(module: nn.Module, data: Any, test: list[int]) -> float:

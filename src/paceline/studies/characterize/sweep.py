@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from paceline.studies.characterize.log import SweepLog
     from paceline.trace.format.header import Status
 
-_MANY, _LEAST_S = 10.0, 60.0
+_MANY, _LEAST_S = 5.0, 60.0
 _ATTEMPTS = 2  # of a cell that fails: what fails twice is not run again in this call
 _FAILURES = (ScriptFailed, RankLost, MemoryExceeded, DeadlineExceeded)
 
