@@ -102,10 +102,10 @@ def test_a_predicted_profile_feeds_the_simulator_without_torch(tmp_path):
 def test_misuse_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for arguments, words in (
-        (["--vary", "lr"], "is not NAME=VALUE,VALUE"),
+        (["--vary", "lr"], "Give NAME=VALUE,VALUE"),
         (["--budget", "soon"], "is no time"),
         (["--ranks", "0"], "not a whole number of at least 1"),
-        (["--predict"], "--predict needs --model"),
+        (["--predict"], "a prediction needs a model and batches"),
         (["--optimizer", "adam"], "optimizer cannot be 'adam'"),
         (["--batch", "8", str(SCRIPT)], "axis batch does not reach the program"),
     ):

@@ -204,7 +204,7 @@ def characterize(  # a flag for each axis and each part of a sweep
         f"paceline characterize: {script or _subject_words(predict)}, writing {out}", err=True
     )
     from paceline.core.clock import SystemClock
-    from paceline.core.errors import Interrupted
+    from paceline.core.errors import Interrupted, UsageError
     from paceline.launch.program import find_program
     from paceline.studies.characterize.study import SweepOptions, make_study
     from paceline.studies.characterize.sweep import SweepLimits
@@ -212,7 +212,11 @@ def characterize(  # a flag for each axis and each part of a sweep
     axes = {name: values for name, values in named.items() if values} | dict(map(_own_axis, vary))
     if predict:
         if script is not None:
-            raise click.UsageError("--predict takes --model, not a script: nothing runs")
+            raise UsageError(
+                "a script cannot be predicted: nothing runs",
+                where="paceline characterize --predict",
+                fix="Leave it out and give --model, as for paceline plan --model",
+            )
         _refuse_sweep(out)
         profile = _predicted(axes, ranks, machine, cross=cross, jitter=jitter, kind=device_type)
         _write(profile, out, as_json=as_json, is_new=True)
@@ -270,9 +274,15 @@ def _subject_words(predict: bool) -> str:
 
 def _own_axis(text: str) -> tuple[str, tuple[str, ...]]:
     """Return the axis that ``NAME=LIST`` describes; an empty value is one."""
+    from paceline.core.errors import UsageError
+
     name, equals, values = text.partition("=")
     if not equals or not name.isidentifier():
-        raise click.UsageError(f"--vary {text!r} is not NAME=VALUE,VALUE")
+        raise UsageError(
+            f"'{text}' is no axis of a sweep",
+            where="paceline characterize --vary",
+            fix="Give NAME=VALUE,VALUE, as lr=0.1,0.4",
+        )
     return name, tuple(value.strip() for value in values.split(","))
 
 
@@ -285,6 +295,7 @@ def _predicted(
     jitter: float,
     kind: str,
 ) -> ScalingProfile:
+    from paceline.core.errors import UsageError
     from paceline.perf.transformer.options import make_architecture
     from paceline.probe.machine_file import load_machine
     from paceline.studies.characterize.axes import make_cells
@@ -292,7 +303,11 @@ def _predicted(
 
     text = ",".join(axes.get("model", ()))
     if not text or "batch" not in axes:
-        raise click.UsageError("--predict needs --model, as for paceline plan --model, and --batch")
+        raise UsageError(
+            "a prediction needs a model and batches",
+            where="paceline characterize --predict",
+            fix="Give --model, as for paceline plan --model, and --batch",
+        )
     varied = {name: values for name, values in axes.items() if name != "model"}
     model = make_architecture(text)
     described = load_machine(machine)
