@@ -234,6 +234,12 @@ void Recorder::append(const Event& event) {
   if (shared_->active.size() == shared_->active.capacity() / 2) wake_writer();
 }
 
+void Recorder::mark(Phase phase) noexcept {
+  if (recording()) {
+    header_->phase.store(static_cast<std::uint32_t>(phase), std::memory_order_relaxed);
+  }
+}
+
 std::uint64_t Recorder::begin(Phase phase) {
   const std::uint64_t now = monotonic_ns();
   if (!recording()) return now;
@@ -258,11 +264,14 @@ void Recorder::open_wait(std::uint64_t now_ns) {
 // The time without a core since the wait that began at `begin_ns` was opened, which closes it;
 // `otherwise` if none was.
 std::uint64_t Recorder::close_wait(std::uint64_t begin_ns, std::uint64_t otherwise) {
-  const std::uint64_t runnable_ns = read_thread_times(main_times_).runnable_ns;
-  const std::lock_guard lock(shared_->mutex);
-  const auto found = std::ranges::find(open_waits_, begin_ns, &OpenWait::begin_ns);
-  if (begin_ns == 0 || found == open_waits_.end()) return otherwise;
-  return runnable_ns - std::exchange(*found, {}).runnable_ns;
+  OpenWait opened;
+  {
+    const std::lock_guard lock(shared_->mutex);
+    const auto found = std::ranges::find(open_waits_, begin_ns, &OpenWait::begin_ns);
+    if (begin_ns == 0 || found == open_waits_.end()) return otherwise;
+    opened = std::exchange(*found, {});
+  }
+  return read_thread_times(main_times_).runnable_ns - opened.runnable_ns;
 }
 
 void Recorder::start_steps(std::uint64_t now_ns) {

@@ -133,6 +133,7 @@ __all__ = [
     "missing_library",
     "monotonic_ns",
     "mount_fuse",
+    "mpi_library",
     "name_hashes",
     "posix_library",
     "read_files",
@@ -148,6 +149,15 @@ __all__ = [
 def posix_library() -> Path:
     """Return the path of the library that is preloaded into programs with mounts (native/posix)."""
     return Path(_native.__file__).with_name("libpaceline_posix.so")
+
+
+def mpi_library(interface: str) -> Path:
+    """Return the path of the library that records MPI programs (native/mpi).
+
+    Args:
+        interface: binary interface of the MPI: ``mpich``, ``openmpi`` or ``standard``.
+    """
+    return Path(_native.__file__).with_name(f"libpaceline_mpi_{interface}.so")
 
 
 # Reading packs (pack_reader.hpp)

@@ -58,6 +58,8 @@ constexpr std::uint8_t completion_unknown = 1;
 // Flags of a forward pass.
 constexpr std::uint8_t without_gradients = 2;
 constexpr std::uint8_t evaluation_mode = 4;
+// A flag of a collective or message: the main thread waited for it all the time. Readers add the wait.
+constexpr std::uint8_t blocking = 8;
 
 struct Event {  // little-endian on disk, 48 bytes
   std::uint64_t begin_ns = 0;
@@ -132,6 +134,8 @@ class Recorder {
   // recorded with what `begin(wait)` returned as its begin gets the time without a core since then
   // as its amount. Waits may be nested.
   std::uint64_t begin(Phase phase);
+  // Marks the phase and does no more, not even look at the time.
+  void mark(Phase phase) noexcept;
   // Records [begin_ns, now] on the main location and goes back to `outer`. Returns now.
   std::uint64_t end(Kind kind, std::uint16_t name, std::uint64_t begin_ns, std::uint64_t amount,
                     Phase outer, std::int32_t tag = 0, std::uint8_t flags = 0);

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from paceline.launch.prepare import PreparedJob
+    from paceline.launch.program import Program
 
 
 @click.command(
@@ -23,6 +24,7 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
   a program:  paceline run -n 2 ./train.sh
   two nodes:  paceline run --nnodes 2 --node-rank 0 --rdzv-endpoint node0 train.py
   torchrun:   paceline record -- torchrun --nproc-per-node 2 train.py
+  MPI:        paceline run --mpi -n 4 -- ./program
 """,
 )
 @click.option("-n", "--ranks", type=int, help="Ranks on each node [default: 1].")
@@ -141,6 +143,12 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
     type=click.Path(path_type=Path),
     help="Follow the plan file (from paceline plan --out), and compare the run with its estimate.",
 )
+@click.option(
+    "--mpi",
+    is_flag=True,
+    help="SCRIPT uses MPI (C, Fortran, mpi4py): its own mpirun starts it, and its calls are recorded; "
+    "of the other options only --out, --machine and --json are for it.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 @click.option(
     "--dry-run",
@@ -179,6 +187,7 @@ def run(
     rdzv_id: str | None,
     machine: Path | None,
     plan_path: Path | None,
+    mpi: bool,
     as_json: bool,
     dry_run: bool,
     script: str,
@@ -235,8 +244,11 @@ def run(
         "rdzv_endpoint": rdzv_endpoint,
         "rdzv_id": rdzv_id,
     }
-    resolved = resolve(RunConfig, flags=flags)
     program = find_program(script, is_module=module)
+    if mpi:
+        _run_mpi(program, args, flags, out, machine, plan_path, as_json=as_json, dry_run=dry_run)
+        return
+    resolved = resolve(RunConfig, flags=flags)
     plan = load_plan_file(plan_path) if plan_path is not None else None
     job = prepare(program, args, resolved, out, clock, plan=plan, machine=machine)
     warn(job.warnings)
@@ -261,6 +273,38 @@ def run(
     if job.resolved.config.record:
         warn(recording_warnings(job.run_folder))
     print_result(result, job.run_folder, as_json=as_json, recorded=bool(result.ranks))
+
+
+def _run_mpi(
+    program: Program,
+    args: tuple[str, ...],
+    flags: dict[str, Any],
+    out: Path | None,
+    machine: Path | None,
+    plan_path: Path | None,
+    *,
+    as_json: bool,
+    dry_run: bool,
+) -> None:
+    """Run a program that uses MPI under the mpirun of its MPI, recorded."""
+    from paceline.cli.record import run_recorded
+    from paceline.core.clock import SystemClock
+    from paceline.core.errors import UsageError
+    from paceline.launch.mpi import mpirun_command
+    from paceline.launch.record import prepare_command
+
+    given = [name for name, value in flags.items() if value is not None and name != "ranks"]
+    if given or plan_path is not None:
+        raise UsageError(
+            "--mpi leaves the ranks to mpirun",
+            where=", ".join([*given, *(["plan"] if plan_path is not None else [])]),
+            why="these settings are of ranks that Paceline starts itself",
+            fix="Leave them out, or give mpirun's own: paceline record -- mpirun OPTIONS program",
+        )
+    command = mpirun_command([*program.command, *args], flags["ranks"] or 1)
+    job = prepare_command(command, out, SystemClock(), mpi=True, stem=program.stem)
+    click.echo(f"paceline run: {' '.join(command)}", err=True)
+    run_recorded(job, machine, as_json=as_json, dry_run=dry_run)
 
 
 @contextlib.contextmanager

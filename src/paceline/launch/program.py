@@ -6,6 +6,7 @@ import importlib.machinery
 import importlib.util
 import os
 import shutil
+import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -42,6 +43,14 @@ class Program:
         if self.kind is ProgramKind.MODULE:
             return self.name.rpartition(".")[2]
         return Path(self.name).stem
+
+
+    @property
+    def command(self) -> list[str]:
+        """The words that start it by itself, without a worker."""
+        if self.kind is ProgramKind.MODULE:
+            return [sys.executable, "-m", self.name]
+        return [sys.executable, self.name] if self.kind is ProgramKind.SCRIPT else [self.name]
 
 
 def find_program(name: str, *, is_module: bool) -> Program:

@@ -41,6 +41,7 @@ from paceline.launch.failures import (
 )
 from paceline.launch.folder import claim, default_folder, refuse_taken, write_start
 from paceline.launch.guard import STOP_SIGNAL
+from paceline.launch.mpi import ProgramMpi, mpi_of_command
 from paceline.launch.ranks import SIGNAL_DELAY_S, LocalRanks
 from paceline.launch.recordable import check_recordable
 from paceline.launch.summary import summarize, trace_statuses
@@ -67,6 +68,7 @@ class RecordedCommand:
         is_default_name: the user gave no --out; if the name is taken, Paceline takes another.
         collectives_settings: the configuration of the backend ``paceline``.
         collectives: ``paceline`` gives the ranks that backend where they ask for gloo or for none.
+        mpi: the MPI of the program, whose calls are recorded; None if it uses none.
     """
 
     command: tuple[str, ...]
@@ -74,6 +76,7 @@ class RecordedCommand:
     is_default_name: bool
     collectives_settings: Resolved[CollectivesConfig]
     collectives: CollectivesChoice = "torch"
+    mpi: ProgramMpi | None = None
 
 
 def prepare_command(
@@ -82,6 +85,8 @@ def prepare_command(
     clock: Clock,
     *,
     collectives: CollectivesChoice = "torch",
+    mpi: bool = False,
+    stem: str = "",
 ) -> RecordedCommand:
     """Check a command before anything is written or started.
 
@@ -90,16 +95,22 @@ def prepare_command(
         run: the folder to write; None chooses one under ``paceline-runs``.
         clock: gives the time for the name of that folder.
         collectives: the backend of the ranks' collectives, as for `paceline run`.
+        mpi: the command starts a program that uses MPI; without it only executables are looked at.
+        stem: what the name of a default folder begins with; empty: the command's.
 
     Raises:
         NotFound: there is no such program.
-        UsageError: its ranks cannot be recorded from outside.
+        UsageError: its ranks cannot be recorded from outside, or its MPI is not known.
+        Missing: the library that records MPI was not installed.
         DestinationExists: the folder is there and not empty.
         ConfigError: a setting of the backend ``paceline`` is not valid.
     """
     settings = resolve(CollectivesConfig)  # before the ranks find the same mistake
-    folder = run or default_folder(_stem(command), None, clock)
+    folder = run or default_folder(stem or _stem(command), None, clock)
     check_recordable(command, folder)
+    found = mpi_of_command(command, required=mpi)
+    if found is not None:
+        found.variables(folder, environment())  # that it is there
     refuse_taken(folder, 0)
     return RecordedCommand(
         command=tuple(command),
@@ -107,6 +118,7 @@ def prepare_command(
         is_default_name=run is None,
         collectives=collectives,
         collectives_settings=settings,
+        mpi=found,
     )
 
 
@@ -173,7 +185,8 @@ def _run(job: RecordedCommand, clock: Clock) -> tuple[RankExit, ...]:
     become_reaper()
     command = [sys.executable, "-m", "paceline.launch.guard", str(os.getpid()), *job.command]
     replaced = registration.variables(job.collectives)
-    environ = {**environment(), **child_environment(job.run_folder), **replaced}
+    preloaded = job.mpi.variables(job.run_folder, environment()) if job.mpi else {}
+    environ = {**environment(), **child_environment(job.run_folder), **replaced, **preloaded}
     local = LocalRanks(clock, stop_signal=STOP_SIGNAL)
     try:
         with ended_on_signal(clock):

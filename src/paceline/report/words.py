@@ -47,6 +47,9 @@ STEP_RULES = {
     StepRule.OPTIMIZERS: "A step is one round of several optimizers that step in turn.",
     StepRule.LOADER: "No optimizer stepped: a step is one batch from the loader.",
     StepRule.BACKWARD: "No optimizer stepped: a step is one backward pass.",
+    StepRule.PCONTROL: "A step ends with each MPI_Pcontrol(1).",
+    StepRule.REPETITION: "A step is one repetition of the collectives of all ranks.",
+    StepRule.RUN: "The whole run is one step: no collectives of all ranks repeat.",
     StepRule.NONE: "",
 }
 _NOT_WRITTEN = "A rank ended before its steps were written, so nothing is known about stragglers."

@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.trace.format.events import DRAIN, RECV, SEND, SYNCHRONISING, TO_ROOT, Kind
+from paceline.trace.format.events import (
+    DRAIN,
+    RECV,
+    SEND,
+    SYNCHRONISING,
+    TO_ROOT,
+    WAIT_ALL,
+    Kind,
+)
 from paceline.trace.merge.keys import collective_keys, row_ids
 from paceline.trace.merge.matches import NO_TIME, NONE
 
@@ -91,9 +99,11 @@ class _RankWaits:
         found["message"] = NONE
         if len(events):
             drains, messages = self._named(DRAIN), self._named(SEND, RECV)
+            several = self._named(WAIT_ALL)
             self._find_drains(np.flatnonzero(drains))
             self._find_messages(np.flatnonzero(messages))
-            self._find_collectives(np.flatnonzero(~drains & ~messages))
+            self._find_several(np.flatnonzero(several))
+            self._find_collectives(np.flatnonzero(~drains & ~messages & ~several))
         np.clip(found["ready_ns"], found["begin_ns"], found["end_ns"], out=found["ready_ns"])
         return found
 
@@ -161,6 +171,42 @@ class _RankWaits:
         entered_ns = self.matches.messages["enter_ns"][partners]
         depends = ~sends | (entered_ns <= self.found["end_ns"][waits])
         self.found["ready_ns"][waits[depends]] = entered_ns[depends]
+
+    def _find_several(self, waits: np.ndarray) -> None:
+        """Fill in the rows `waits` of `found`: each is for all that ended at its own end.
+
+        It is ready when the last rank on which any of these depends had entered; that message is
+        its message.
+        """
+        if not len(waits):
+            return
+        found, ends = self.found, self.found["end_ns"][waits]
+        order = np.argsort(ends)
+
+        def wait_of(exit_ns: np.ndarray) -> np.ndarray:
+            places = np.minimum(np.searchsorted(ends[order], exit_ns), len(ends) - 1)
+            candidates = order[places]
+            return np.where(ends[candidates] == exit_ns, waits[candidates], NONE)
+
+        own = wait_of(self.calls["exit_ns"])
+        calls, rows = np.flatnonzero(own != NONE), own[own != NONE]
+        instances = self.matches.instances[self.calls["instance"][calls]]
+        ready_ns = self._ready_ns(self.calls[calls], instances, found["end_ns"][rows])
+        usable = instances["agrees"] & (ready_ns != NO_TIME)
+        np.maximum.at(found["ready_ns"], rows[usable], ready_ns[usable])
+        found["synchronises"][rows[self.synchronising[calls]]] = True
+
+        own = wait_of(self.messages["exit_ns"])
+        partners = self.messages["partner"]
+        messages = np.flatnonzero((own != NONE) & (partners != NONE))
+        rows, partners = own[messages], partners[messages]
+        entered_ns = self.matches.messages["enter_ns"][partners]
+        sends = self.messages["sends"][messages]
+        depends = ~sends | (entered_ns <= found["end_ns"][rows])
+        rows, messages, entered_ns = rows[depends], messages[depends], entered_ns[depends]
+        np.maximum.at(found["ready_ns"], rows, entered_ns)
+        last = entered_ns == found["ready_ns"][rows]
+        found["message"][rows[last]] = self.first_message + messages[last]
 
     def _find_drains(self, waits: np.ndarray) -> None:
         """Fill in the rows `waits` of `found`: drains, for the collectives of a backward pass.

@@ -109,12 +109,17 @@ EVENT_DTYPE = np.dtype(
 # A flag: completion was not observed, so `end_ns` is when the call returned. Backends that queue
 # collectives on a device's stream (NCCL) report completion when the work is queued.
 COMPLETION_UNKNOWN = 1
+# A flag of a collective or message: the main thread waited for it from begin to end. `merge.blocking`
+# adds that wait.
+BLOCKING = 8
 # Flags of a forward pass: gradients were disabled; the module was in evaluation mode.
 WITHOUT_GRADIENTS, EVALUATION_MODE = 2, 4
 
 # Collectives after which every rank of the group knows that all others have entered. In all others
 # data flows one way, in some of them from or to a root.
-SYNCHRONISING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
+SYNCHRONISING = frozenset(
+    {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "fence"}
+)
 TO_ROOT = frozenset({"reduce", "gather"})
 ROOTED = TO_ROOT | {"broadcast", "scatter"}
 # Collectives to which each rank gives the same number of bytes.
@@ -124,10 +129,14 @@ SEND, RECV = "send", "recv"  # names of messages, and of waits for them
 NEXT, LOSS = "next", "loss"  # names of a loader's batch, and of what follows the forward pass
 # Names of STEP events: what ended the step as it was recorded. `merge.steps` joins them to steps.
 BY_OPTIMIZER, BY_BATCH, BY_BACKWARD, BY_SCRIPT = "step", "batch", "backward", "paceline.step()"
+# The same in MPI programs: marks of the program, repetitions that `merge.repetition` finds, and the
+# end of the whole run.
+BY_PCONTROL, BY_REPETITION, BY_RUN = "MPI_Pcontrol", "repeated collectives", "MPI_Finalize"
 EVALUATION_SPAN = "evaluation"  # name of the event from the first to the last of an evaluation
 PYTHON_CODE = "Python code"  # name of a SAMPLE: of what function or line is not known
 GARBAGE_COLLECTION = "garbage collection"  # name of a HOST event
 NAN_READ = "nan_read"  # a counter: the script read a tensor's value, and it was not a number
+WAIT_ALL = "wait_all"  # a wait for several collectives and messages, which end with it
 DRAIN = "drain"  # the wait at the end of a backward pass for collectives issued within it
 # Counters of a step, summed over the process's threads: time on a core, and time runnable without.
 RUNNING, NOT_RUNNING = "running_ns", "not_running_ns"

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import CorruptTrace, NotFound, storage_errors
 from paceline.trace.format.files import RankTrace, read_trace
+from paceline.trace.merge.blocking import add_waits
 from paceline.trace.merge.clocks import ClockCorrection, fit_clocks
 from paceline.trace.merge.evaluation import find_evaluations
 from paceline.trace.merge.matches import Matches
 from paceline.trace.merge.matching import match
+from paceline.trace.merge.repetition import mark_repetitions
 from paceline.trace.merge.steps import join_steps
 from paceline.trace.merge.timing import on_run_clock
 
@@ -82,6 +84,7 @@ def merge(ranks: list[RankTrace]) -> Trace:
         CorruptTrace: two traces claim the same rank, or they are of different runs.
     """
     ranks = sorted(ranks, key=lambda r: r.rank)
+    ranks = mark_repetitions([add_waits(rank) for rank in ranks])
     ranks = [find_evaluations(rank) for rank in join_steps(ranks)]
     numbers = [rank.rank for rank in ranks]
     if len(set(numbers)) != len(numbers):

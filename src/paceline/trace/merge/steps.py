@@ -10,6 +10,9 @@ rule decides which marks end a step; the others lie within a step:
     optimizers in turn   the last step of each round of several optimizers, as in a GAN
     loader               no optimizer: each batch from a loader
     backward             no optimizer and no loader: each backward pass
+    MPI_Pcontrol         an MPI program says it: each MPI_Pcontrol(1)
+    repeated collectives an MPI program that does not (`repetition`)
+    whole run            an MPI program without repetitions: from MPI_Init to MPI_Finalize
 
 A round of several optimizers begins with each turn of the optimizer that began the first round::
 
@@ -36,6 +39,9 @@ from paceline.trace.format.events import (
     BY_BACKWARD,
     BY_BATCH,
     BY_OPTIMIZER,
+    BY_PCONTROL,
+    BY_REPETITION,
+    BY_RUN,
     BY_SCRIPT,
     MAIN,
     NEXT,
@@ -58,6 +64,9 @@ class StepRule(StrEnum):
     OPTIMIZERS = "optimizers in turn"
     LOADER = "loader"
     BACKWARD = "backward"
+    PCONTROL = "MPI_Pcontrol"
+    REPETITION = "repeated collectives"
+    RUN = "whole run"
     NONE = ""
 
 
@@ -67,6 +76,9 @@ _RULES = {
     BY_OPTIMIZER: StepRule.OPTIMIZER,
     BY_BATCH: StepRule.LOADER,
     BY_BACKWARD: StepRule.BACKWARD,
+    BY_PCONTROL: StepRule.PCONTROL,
+    BY_REPETITION: StepRule.REPETITION,
+    BY_RUN: StepRule.RUN,
 }
 _WORK = (Kind.FORWARD, Kind.EVALUATION, Kind.BACKWARD)
 

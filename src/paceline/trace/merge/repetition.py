@@ -1,0 +1,138 @@
+"""Finds the steps of a program that marks none: the repetitions of its collectives.
+
+An MPI program has no optimizer. But it mostly has a loop, and all ranks call the collectives of the
+whole job in one order, so that the order repeats with each iteration::
+
+    bcast bcast | allreduce allreduce barrier | allreduce allreduce barrier | ... | gather
+      before    |           one step          |             one step        |       after
+
+A step ends when the last collective of a repetition is complete. What comes before the first
+repetition and after the last is in no step. A program without enough repetitions, or that calls
+`MPI_Pcontrol(1)` at the end of each iteration, is left as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.trace.format.events import BY_REPETITION, BY_RUN, EQUAL_SIZES, Kind
+from paceline.trace.merge.keys import row_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.trace.format.files import RankTrace
+
+REPETITIONS_MIN = 4  # fewer may be chance
+PERIOD_MAX = 1024  # collectives in a repetition
+_REGULAR = 0.9  # share of collectives that repeat, from which on it is a loop
+
+
+def mark_repetitions(ranks: Sequence[RankTrace]) -> list[RankTrace]:
+    """Return the traces with a mark at the end of each repetition, where they have no other marks."""
+    if not all(_marks_none(rank) for rank in ranks):
+        return list(ranks)
+    calls = [_calls_of_all(rank) for rank in ranks]
+    count = min((len(own) for own in calls), default=0)
+    calls = [own[:count] for own in calls]
+    codes = [_signatures(rank, own) for rank, own in zip(ranks, calls, strict=True)]
+    if not count or any(own != codes[0] for own in codes[1:]):
+        return list(ranks)
+    _, numbers = np.unique(np.array(codes[0]), return_inverse=True)
+    period, first, repetitions = find_repetition(numbers)
+    if not period:
+        return list(ranks)
+    lasts = first + period * np.arange(1, repetitions + 1) - 1
+    marked = [
+        _mark(rank, own, first, lasts) for rank, own in zip(ranks, calls, strict=True)
+    ]
+    return [rank for rank in marked if rank is not None] if all(marked) else list(ranks)
+
+
+def find_repetition(codes: np.ndarray) -> tuple[int, int, int]:
+    """Return the period of a sequence, where its repetitions begin, and how many there are.
+
+    >>> find_repetition(np.array([9, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 7]))
+    (2, 1, 5)
+    >>> find_repetition(np.array([1, 2, 3, 4]))
+    (0, 0, 0)
+
+    Args:
+        codes: what each element is, shape (elements,).
+    """
+    count = len(codes)
+    for period in range(1, min(PERIOD_MAX, count // REPETITIONS_MIN) + 1):
+        same = codes[period:] == codes[:-period]
+        if same.mean() < _REGULAR:
+            continue
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]]).astype(np.int8)))
+        begins, ends = edges[::2], edges[1::2]
+        longest = int(np.argmax(ends - begins))
+        first = int(begins[longest])
+        repetitions = (int(ends[longest]) - first + period) // period
+        if repetitions >= REPETITIONS_MIN:
+            return period, first, repetitions
+    return 0, 0, 0
+
+
+def _marks_none(rank: RankTrace) -> bool:
+    """Whether a trace is of an MPI program, whose only mark can be that of its end."""
+    if BY_RUN not in rank.names:
+        return False
+    marks = rank.events[rank.events["kind"] == Kind.STEP]
+    return bool((marks["name"] == rank.names.index(BY_RUN)).all())
+
+
+def _calls_of_all(rank: RankTrace) -> np.ndarray:
+    """Return the collectives of the communicators that have all ranks, in the order of calls."""
+    size = rank.status.world_size
+    of_all = np.array([len(group.members) == size for group in rank.groups], dtype=bool)
+    calls = rank.events_of(Kind.COLLECTIVE)
+    return calls[of_all[calls["group"]]]
+
+
+def _signatures(rank: RankTrace, calls: np.ndarray) -> list[str]:
+    """Return what the calls have in common on all ranks, as text."""
+    equal = np.array([name in EQUAL_SIZES for name in rank.names], dtype=bool)
+    amounts = np.where(equal[calls["name"]], calls["amount"], 0)
+    ids = row_ids(calls["name"], calls["group"], calls["peer"], amounts)
+    _, places, inverse = np.unique(ids, return_index=True, return_inverse=True)
+    texts = [
+        f"{rank.names[call['name']]} {rank.groups[call['group']].name} {call['peer']} {amount}"
+        for call, amount in zip(calls[places], amounts[places], strict=True)
+    ]
+    return [texts[number] for number in inverse]
+
+
+def _mark(
+    rank: RankTrace, calls: np.ndarray, first: int, lasts: np.ndarray
+) -> RankTrace | None:
+    """Return the trace with steps that end with the calls `lasts`; None if the ends do not increase.
+
+    Args:
+        rank: a trace.
+        calls: its collectives.
+        first: row of the call with which the first repetition begins.
+        lasts: rows of the calls with which repetitions end.
+    """
+    ends = calls["end_ns"][lasts]
+    before = calls["end_ns"][first - 1] if first else min(calls["begin_ns"][0], _begin_ns(rank))
+    bounds = np.concatenate([[before], ends])
+    if (np.diff(bounds.astype(np.int64)) <= 0).any():
+        return None
+    names = rank.names if BY_REPETITION in rank.names else (*rank.names, BY_REPETITION)
+    events = rank.events[rank.events["kind"] != Kind.STEP].copy()
+    events["step"] = np.searchsorted(ends, events["begin_ns"], side="right")
+    steps = np.zeros(len(ends), events.dtype)
+    steps["begin_ns"], steps["end_ns"], steps["step"] = bounds[:-1], ends, np.arange(len(ends))
+    steps["kind"], steps["name"], steps["peer"] = Kind.STEP, names.index(BY_REPETITION), -1
+    return dataclasses.replace(rank, events=np.concatenate([events, steps]), names=names)
+
+
+def _begin_ns(rank: RankTrace) -> int:
+    """Return when the program's first step began: at the end of MPI_Init."""
+    marks = rank.events[rank.events["kind"] == Kind.STEP]
+    return int(marks["begin_ns"].min(initial=2**63 - 1))
