@@ -58,7 +58,9 @@ void fail_missing(const char* name) noexcept {
 
 #if PACELINE_MPI_ABI == PACELINE_OPENMPI
 void* object(const char* name) noexcept {
-  void* found = find_next(name);
+  // A program may hold the object itself, which the library then uses, too (a copy relocation).
+  void* found = dlsym(RTLD_DEFAULT, name);
+  if (found == nullptr) found = find_next(name);
   if (found == nullptr) fail_missing(name);
   return found;
 }
