@@ -28,6 +28,7 @@ ALLOWED_SKIPS = (
     "no GPU here",
     "one core here",
     "no Open MPI here",
+    "no Fortran compiler of an MPI here",
     "no glibc here",
     "no namespaces of process ids here",
     "no network namespaces here",

@@ -1,8 +1,8 @@
-// The binary interfaces of MPI libraries: what their handles, constants and statuses are. One library
-// is built for each, by PACELINE_MPI_ABI. No header of an MPI is needed: these values cannot change
-// without breaking every program that was built with that MPI.
+// The binary interfaces of MPI libraries: what their handles, constants and statuses are. One
+// library is built for each, by PACELINE_MPI_ABI. No header of an MPI is needed: these values cannot
+// change without breaking every program that was built with that MPI.
 //
-//   mpich      libmpi.so.12, libmpich.so.12: MPICH, Intel MPI, MVAPICH, Cray (the ABI initiative of 2013)
+//   mpich      libmpi.so.12, libmpich.so.12: MPICH, Intel MPI, MVAPICH, Cray
 //   openmpi    libmpi.so.40: Open MPI 4 and 5
 //   standard   libmpi_abi.so: the ABI of the standard itself, from MPI 5.0 on
 #pragma once
@@ -62,8 +62,8 @@ inline bool was_cancelled(const Status& status) noexcept {
   return (status.count_high_and_cancelled & 1) != 0;
 }
 inline std::uint64_t byte_count(const Status& status) noexcept {
-  const auto high = static_cast<std::uint64_t>(static_cast<unsigned>(status.count_high_and_cancelled) >> 1);
-  return high << 32 | static_cast<unsigned>(status.count_low);
+  const auto high = static_cast<unsigned>(status.count_high_and_cancelled) >> 1;
+  return static_cast<std::uint64_t>(high) << 32 | static_cast<unsigned>(status.count_low);
 }
 
 #elif PACELINE_MPI_ABI == PACELINE_OPENMPI

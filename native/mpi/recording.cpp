@@ -22,7 +22,7 @@ namespace {
 constexpr const char* folder_variable = "_PACELINE_MPI";  // launch/mpi.py
 // Room for 0.2 s of the fastest messages; the pages of a buffer come when they are first written.
 constexpr std::uint32_t buffer_events = 1U << 18;
-// From this time without a call on, a call may well wait for long: then a microsecond does not count.
+// From this time without a call on, a call may well wait for long: a microsecond does not count.
 constexpr std::uint64_t long_pause_ns = 1'000'000;
 
 constexpr std::array<const char*, static_cast<std::size_t>(Operation::count)> operation_words = {
@@ -157,8 +157,8 @@ bool is_expected_library() {
   if (is_open_mpi == (PACELINE_MPI_ABI == PACELINE_OPENMPI)) return true;
   text[std::min<std::size_t>(std::strcspn(text.data(), "\n"), 60)] = '\0';
   std::fprintf(stderr,
-               "paceline: this program uses %s, whose handles are not those that were expected of it; "
-               "name its MPI: PACELINE_RUN__MPI=mpich or openmpi\n",
+               "paceline: this program uses %s, and was taken for one of another MPI: record it with "
+               "the mpirun of its own MPI\n",
                text.data());
   return false;
 #endif
@@ -278,7 +278,7 @@ void start() {
         RecorderOptions{.rank = static_cast<std::uint32_t>(rank),
                         .world_size = static_cast<std::uint32_t>(size),
                         .buffer_events = buffer_events});
-  } catch (const std::system_error& problem) {  // a full disk, or another program of this run has it
+  } catch (const std::system_error& problem) {  // a full disk, or another process is this rank
     std::fprintf(stderr, "paceline: rank %d is not recorded: %s\n", rank, problem.what());
     return;
   }

@@ -1,5 +1,5 @@
-// What the collector knows of an MPI process: its recorder, communicators, pending requests, windows
-// and files. All functions may be called by any thread; calls that wait are recorded as waits where
+// What the collector knows of an MPI process: its recorder, communicators, pending requests and
+// windows. All functions may be called by any thread; calls that wait are recorded as waits where
 // the thread that initialised MPI makes them.
 //
 // A communicator is known to all its ranks by one name: its parent's name and which of the parent's
@@ -101,7 +101,8 @@ class Call {
   bool recorded() const noexcept { return recorded_; }
   static bool is_outermost() noexcept;
   // The time now, where the call begins to do its work. After a longer time without a call it also
-  // notes the time that the thread had been without a core, so that a wait tells how much of it that was.
+  // notes the time that the thread had been without a core: a wait then tells how much of it that
+  // was.
   std::uint64_t begin() noexcept;
   std::uint64_t begin_ns() const noexcept { return begin_ns_; }
   // Records what this call itself completed, and that it waited for that.

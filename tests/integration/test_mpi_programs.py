@@ -108,7 +108,9 @@ def test_an_mpi_that_is_not_known_is_refused(tmp_path):
     library = tmp_path / "libmpi.so.99"
     compiler = shutil.which("cc") or shutil.which("gcc")
     (tmp_path / "none.c").write_text("int MPI_Init(void *a, void *b) { return !a && !b; }\n")
-    (tmp_path / "main.c").write_text("int MPI_Init(void*, void*);\nint main(void) { return MPI_Init(0, 0); }\n")
+    (tmp_path / "main.c").write_text(
+        "int MPI_Init(void*, void*);\nint main(void) { return MPI_Init(0, 0); }\n"
+    )
     for command in (
         [compiler, "-shared", "-fPIC", "-Wl,-soname,libmpi.so.99", "none.c", "-o", library],
         [compiler, "main.c", "-o", "program", library, f"-Wl,-rpath,{tmp_path}"],
@@ -241,9 +243,7 @@ def test_fortran(tmp_path, family, source):
     command = [compiler, "-O2", "-w", "-fallow-argument-mismatch", PROGRAMS / source, "-o", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    done = paceline(
-        tmp_path, "run", "--mpi", "-n", 2, "--out", "RUN", "--", program, env=OPEN_MPI
-    )
+    done = paceline(tmp_path, "run", "--mpi", "-n", 2, "--out", "RUN", "--", program, env=OPEN_MPI)
     assert done.code == 0, done.err
     trace = load_run(tmp_path / "RUN")
     check_ring(trace, 2, 10)

@@ -37,8 +37,8 @@ Example: paceline record -- torchrun --nproc-per-node 2 train.py
 @click.option(
     "--mpi",
     is_flag=True,
-    help="COMMAND starts a program that uses MPI, whose calls are recorded; needed where the program "
-    "is a script: of an executable it is found out.",
+    help="COMMAND starts a program that uses MPI, whose calls are recorded; needed where the "
+    "program is a script: of an executable it is found out.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 @click.option("--dry-run", is_flag=True, help="Print the run's folder; start nothing.")

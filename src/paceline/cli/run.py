@@ -146,8 +146,8 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
 @click.option(
     "--mpi",
     is_flag=True,
-    help="SCRIPT uses MPI (C, Fortran, mpi4py): its own mpirun starts it, and its calls are recorded; "
-    "of the other options only --out, --machine and --json are for it.",
+    help="SCRIPT uses MPI (C, Fortran, mpi4py): its own mpirun starts it, and its calls are "
+    "recorded; of the other options only -n, -m, --out, --machine and --json are for it.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 @click.option(

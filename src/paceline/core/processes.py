@@ -199,7 +199,8 @@ def ended_on_signal(clock: Clock) -> Iterator[None]:
         yield
     finally:
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            # Of a handler that Python did not set, a preloaded library's, nothing is known here.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         left.set()
         signal.set_wakeup_fd(before)
         os.close(writer)  # ends the watcher's read

@@ -51,7 +51,8 @@ _ASK_PYTHON = """
 import mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
 from mpi4py import MPI
-print(*{line.split(None, 5)[5].strip() for line in open("/proc/self/maps") if ".so" in line}, sep="\\n")
+with open("/proc/self/maps") as maps:
+    print(*{line.split(None, 5)[5].strip() for line in maps if ".so" in line}, sep="\\n")
 """
 _KNOWN = "Known are MPICH and its kin (libmpi.so.12), Open MPI 4 and 5 (libmpi.so.40), and the ABI \
 of MPI 5 (libmpi_abi.so)"
@@ -96,8 +97,8 @@ def mpi_of_command(command: Sequence[str], *, required: bool) -> ProgramMpi | No
     """Return the MPI of the program that a command starts; None if it uses none that is seen.
 
     The program is the first word of the command that is an executable with an MPI. Python is asked
-    only if the MPI is `required`: most of its scripts under mpirun train with torch, whose collector
-    records them.
+    only if the MPI is `required`: most of its scripts under mpirun train with torch, whose
+    collector records them.
 
     Args:
         command: program and arguments, for example ``mpirun -n 4 ./program``.
@@ -166,7 +167,7 @@ def _kin(interface: Interface) -> Interface:
 def _mpiruns(mpi: ProgramMpi) -> list[str]:
     beside = []
     if mpi.library:
-        for folder in Path(mpi.library).parents[:4]:
+        for folder in Path(mpi.library).parents[:-1]:  # not /: Open MPI takes /bin for a prefix
             beside += [str(folder / "bin" / name) for name in ("mpirun", "mpiexec")]
     return [*beside, f"mpirun.{_kin(mpi.interface)}", "mpirun", "mpiexec"]
 
@@ -188,15 +189,17 @@ def _libraries_of(path: str, *, ask_python: bool) -> list[str]:
 
 
 def _mpi_lines(text: str) -> list[str]:
-    """Return what a list of libraries has of MPIs: paths, or names where there is no file.
+    r"""Return what a list of libraries has of MPIs: paths, or names where there is no file.
 
-    >>> _mpi_lines("\\tlibmpi.so.12 => /opt/lib/libmpi.so.12 (0x7f)\\n\\tlibm.so.6 => /lib/libm.so.6 (0x7f)")
-    ['/opt/lib/libmpi.so.12']
+    >>> _mpi_lines("\tlibmpi.so.12 => /opt/libmpi.so.12 (0x7f)\n\tlibm.so.6 => /libm.so.6 (0x7f)")
+    ['/opt/libmpi.so.12']
     """
     found = []
     for line in text.splitlines():
         name, arrow, rest = line.strip().partition(" => ")
-        path = rest.partition(" (")[0] if arrow and rest.startswith("/") else name.partition(" (")[0]
+        path = (
+            rest.partition(" (")[0] if arrow and rest.startswith("/") else name.partition(" (")[0]
+        )
         if _MPI.fullmatch(Path(name.partition(" (")[0]).name) or _MPI.fullmatch(Path(path).name):
             found.append(path)
     return found

@@ -44,7 +44,6 @@ class Program:
             return self.name.rpartition(".")[2]
         return Path(self.name).stem
 
-
     @property
     def command(self) -> list[str]:
         """The words that start it by itself, without a worker."""

@@ -109,8 +109,8 @@ EVENT_DTYPE = np.dtype(
 # A flag: completion was not observed, so `end_ns` is when the call returned. Backends that queue
 # collectives on a device's stream (NCCL) report completion when the work is queued.
 COMPLETION_UNKNOWN = 1
-# A flag of a collective or message: the main thread waited for it from begin to end. `merge.blocking`
-# adds that wait.
+# A flag of a collective or message: the main thread waited for it from begin to end.
+# `merge.blocking` adds that wait.
 BLOCKING = 8
 # Flags of a forward pass: gradients were disabled; the module was in evaluation mode.
 WITHOUT_GRADIENTS, EVALUATION_MODE = 2, 4

@@ -1,7 +1,7 @@
 """Adds the waits of calls that block, which their recorder leaves out.
 
-A blocking call of MPI is one event with the flag `BLOCKING`: the main thread waited from its begin to
-its end. Recording the wait by itself would double what a message of a microsecond costs.
+A blocking call of MPI is one event with the flag `BLOCKING`: the main thread waited from its begin
+to its end. Recording the wait by itself would double what a message of a microsecond costs.
 """
 
 from __future__ import annotations

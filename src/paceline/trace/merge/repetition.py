@@ -32,7 +32,7 @@ _REGULAR = 0.9  # share of collectives that repeat, from which on it is a loop
 
 
 def mark_repetitions(ranks: Sequence[RankTrace]) -> list[RankTrace]:
-    """Return the traces with a mark at the end of each repetition, where they have no other marks."""
+    """Return the traces with a mark at the end of each repetition, if they have no other marks."""
     if not all(_marks_none(rank) for rank in ranks):
         return list(ranks)
     calls = [_calls_of_all(rank) for rank in ranks]
@@ -46,9 +46,7 @@ def mark_repetitions(ranks: Sequence[RankTrace]) -> list[RankTrace]:
     if not period:
         return list(ranks)
     lasts = first + period * np.arange(1, repetitions + 1) - 1
-    marked = [
-        _mark(rank, own, first, lasts) for rank, own in zip(ranks, calls, strict=True)
-    ]
+    marked = [_mark(rank, own, first, lasts) for rank, own in zip(ranks, calls, strict=True)]
     return [rank for rank in marked if rank is not None] if all(marked) else list(ranks)
 
 
@@ -91,7 +89,7 @@ def _calls_of_all(rank: RankTrace) -> np.ndarray:
     size = rank.status.world_size
     of_all = np.array([len(group.members) == size for group in rank.groups], dtype=bool)
     calls = rank.events_of(Kind.COLLECTIVE)
-    return calls[of_all[calls["group"]]]
+    return np.asarray(calls[of_all[calls["group"]]])
 
 
 def _signatures(rank: RankTrace, calls: np.ndarray) -> list[str]:
@@ -107,10 +105,8 @@ def _signatures(rank: RankTrace, calls: np.ndarray) -> list[str]:
     return [texts[number] for number in inverse]
 
 
-def _mark(
-    rank: RankTrace, calls: np.ndarray, first: int, lasts: np.ndarray
-) -> RankTrace | None:
-    """Return the trace with steps that end with the calls `lasts`; None if the ends do not increase.
+def _mark(rank: RankTrace, calls: np.ndarray, first: int, lasts: np.ndarray) -> RankTrace | None:
+    """Return the trace with steps that end with the calls `lasts`; None if ends do not increase.
 
     Args:
         rank: a trace.
