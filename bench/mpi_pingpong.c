@@ -1,6 +1,6 @@
 /* Two ranks send a message of 1 KiB to and fro, and say how long half a round trip took, block by
-   block. A rank by itself sends to itself, where no other rank hides what a call costs, and says how
-   long the thread ran for a call. mpi_pingpong BLOCKS ROUND_TRIPS */
+   block. A rank by itself sends to itself, where no other rank hides what a call costs, and says
+   how long the thread ran for a call. mpi_pingpong BLOCKS ROUND_TRIPS */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,6 +1,6 @@
 // The binary interfaces of MPI libraries: what their handles, constants and statuses are. One
-// library is built for each, by PACELINE_MPI_ABI. No header of an MPI is needed: these values cannot
-// change without breaking every program that was built with that MPI.
+// library is built for each, by PACELINE_MPI_ABI. No header of an MPI is needed: these values
+// cannot change without breaking every program that was built with that MPI.
 //
 //   mpich      libmpi.so.12, libmpich.so.12: MPICH, Intel MPI, MVAPICH, Cray
 //   openmpi    libmpi.so.40: Open MPI 4 and 5

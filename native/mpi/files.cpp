@@ -1,5 +1,5 @@
-// MPI-IO. Reads are input and writes are checkpoints, on the location of the thread: input and output
-// stand beside communication in every analysis.
+// MPI-IO. Reads are input and writes are checkpoints, on the location of the thread: input and
+// output stand beside communication in every analysis.
 #include "interpose.hpp"
 
 namespace paceline::mpi {

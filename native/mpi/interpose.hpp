@@ -1,7 +1,7 @@
 // How a function of MPI is put in front of the MPI's own.
 //
 // Each is exported by both of its names: programs call MPI_Send; Fortran bindings, and other tools
-// that were linked into the program, call PMPI_Send. Whichever comes first on the stack is recorded.
+// that were linked into the program, call PMPI_Send. The one that comes first is recorded.
 // Files *.inc are compiled twice, with int and with MPI_Count as the type of counts (MPI_Send_c).
 #pragma once
 
@@ -13,8 +13,8 @@
 #define PACELINE_TEXT(name) PACELINE_TEXT_OF(name)
 #define PACELINE_EXPORT extern "C" __attribute__((visibility("default")))
 
-// `real()` calls what comes next with the program's own arguments, but for `told`, which may be another
-// status than the program's: a receive tells by it how many bytes came, and from where.
+// `real()` calls what comes next with the program's own arguments, but for `told`, which may be
+// another status than the program's: a receive tells by it how many bytes came, and from where.
 #define PACELINE_INTERPOSE_AS(name, parameters, arguments, ...)                \
   PACELINE_EXPORT int name parameters {                                        \
     static Next<int parameters> next(PACELINE_TEXT(name));                     \

@@ -102,7 +102,9 @@ INTERPOSE(MPI_Comm_create_group, (Comm comm, Group group, int tag, Comm* child),
           (comm, group, tag, child),
           Call call;
           const int result = real();
-          if (call.recorded() && result == success) made_by_members(communicator_of(comm)->name + " group", *child, tag);
+          if (call.recorded() && result == success) {
+            made_by_members(communicator_of(comm)->name + " group", *child, tag);
+          }
           return result;)
 
 INTERPOSE(MPI_Intercomm_create,
@@ -110,7 +112,9 @@ INTERPOSE(MPI_Intercomm_create,
           (comm, leader, peers, remote_leader, tag, child),
           Call call;
           const int result = real();
-          if (call.recorded() && result == success) made_by_members("MPI intercommunicator", *child, tag);
+          if (call.recorded() && result == success) {
+            made_by_members("MPI intercommunicator", *child, tag);
+          }
           return result;)
 
 INTERPOSE(MPI_Comm_free, (Comm * comm), (comm),

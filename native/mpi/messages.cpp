@@ -44,7 +44,8 @@ int issue_send(int to, int tag, Comm comm, Request* request, Bytes&& bytes, Real
 }
 
 template <class Bytes, class Real>
-int prepare(bool sends, int peer, int tag, Comm comm, Request* request, Bytes&& bytes, Real&& real) {
+int prepare(bool sends, int peer, int tag, Comm comm, Request* request, Bytes&& bytes,
+            Real&& real) {
   Call call;
   const int result = real();
   if (!call.recorded() || result != success || peer == proc_null) return result;
@@ -76,14 +77,16 @@ int exchange(Call& call, Comm comm, int to, int send_tag, std::uint64_t bytes, i
   const CommunicatorPointer communicator = communicator_of(comm);
   std::vector<Issued> both;
   if (to != proc_null) {
-    both.push_back({.event = message_event(*communicator, communicator->peer(to), send_tag, true, bytes),
+    const std::int32_t peer = communicator->peer(to);
+    both.push_back({.event = message_event(*communicator, peer, send_tag, true, bytes),
                     .wildcard = nullptr});
   }
   if (from != proc_null) both.push_back(issued_receive(comm, from, receive_tag));
   const std::uint64_t begin_ns = call.begin();
   const int result = real();
   for (Issued& issued : both) issued.event.begin_ns = begin_ns;
-  if (from != proc_null && (result != success || !received(both.back(), told))) both.pop_back();
+  const bool arrived = result == success && (from == proc_null || received(both.back(), told));
+  if (from != proc_null && !arrived) both.pop_back();
   call.end_waiting(both);
   return result;
 }

@@ -157,8 +157,8 @@ bool is_expected_library() {
   if (is_open_mpi == (PACELINE_MPI_ABI == PACELINE_OPENMPI)) return true;
   text[std::min<std::size_t>(std::strcspn(text.data(), "\n"), 60)] = '\0';
   std::fprintf(stderr,
-               "paceline: this program uses %s, and was taken for one of another MPI: record it with "
-               "the mpirun of its own MPI\n",
+               "paceline: this program uses %s, and was taken for one of another MPI: record it "
+               "with the mpirun of its own MPI\n",
                text.data());
   return false;
 #endif

@@ -89,8 +89,8 @@ struct Envelope {
 
 constexpr std::int32_t any_peer = -2;
 
-// One call of the program: the outermost of a thread is recorded, not those that it calls in turn (a
-// tool's PMPI call, a Fortran binding, a library that builds one call on others).
+// One call of the program: the outermost of a thread is recorded, not those that it calls in turn
+// (a tool's PMPI call, a Fortran binding, a library that builds one call on others).
 class Call {
  public:
   Call() noexcept;

@@ -1,5 +1,5 @@
-// One-sided communication. A put, get or accumulate is an event of its origin alone: from the call to
-// its return, since nothing tells when its bytes have moved.
+// One-sided communication. A put, get or accumulate is an event of its origin alone: from the call
+// to its return, since nothing tells when its bytes have moved.
 #include "interpose.hpp"
 
 namespace paceline::mpi {
@@ -24,7 +24,8 @@ int access(Access kind, Win window, int target, Bytes&& bytes, Real&& real) {
   if (!call.recorded() || target == proc_null) return real();
   const CommunicatorPointer on = window_of(window);
   if (on == nullptr) return real();  // made by a call that this library does not see
-  std::vector<Issued> issued{{.event = access_event(*on, kind, target, bytes()), .wildcard = nullptr}};
+  std::vector<Issued> issued;
+  issued.push_back({.event = access_event(*on, kind, target, bytes()), .wildcard = nullptr});
   issued.front().event.begin_ns = call.begin();
   issued.front().event.flags |= completion_unknown;
   const int result = real();

@@ -99,7 +99,8 @@ def recording_warnings(run: Path) -> tuple[str, ...]:
         return ()
     return (
         "no rank was recorded: no Python process below the command joined a process group of "
-        "torch or ran backward. If processes were started elsewhere (a container, ssh), put "
+        "torch or ran backward, and no program of a known MPI called MPI_Init. If processes were "
+        "started elsewhere (a container, ssh), put "
         f"this line into the script: {script_line(run)}",
     )
 

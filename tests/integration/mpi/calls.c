@@ -1,5 +1,5 @@
-/* One of each: messages of all kinds, communicators, windows, files. Two ranks or more; rank r sends to
-   r + 1. What each call moves stands beside it, for the test that reads the trace. calls FILE */
+/* One of each: messages of all kinds, communicators, windows, files. Two ranks or more; rank r
+   sends to r + 1. What each call moves stands beside it, for the test that reads the trace. calls FILE */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -25,7 +25,8 @@ static void messages(void) {
   }
   MPI_Barrier(MPI_COMM_WORLD);
   /* tag 2: 8 bytes by Sendrecv */
-  MPI_Sendrecv(out, 2, MPI_INT, next, 2, in, 2, MPI_INT, previous, 2, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+  MPI_Sendrecv(out, 2, MPI_INT, next, 2, in, 2, MPI_INT, previous, 2, MPI_COMM_WORLD,
+               MPI_STATUS_IGNORE);
   /* tag 3: 24 bytes by Isend and Irecv, completed by Waitany and Test */
   MPI_Irecv(in, 6, MPI_INT, previous, 3, MPI_COMM_WORLD, &requests[0]);
   MPI_Isend(out, 6, MPI_INT, next, 3, MPI_COMM_WORLD, &requests[1]);

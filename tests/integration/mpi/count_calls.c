@@ -1,5 +1,5 @@
-/* Another tool in the same process, as Score-P is: it wraps some calls of MPI by the profiling interface,
-   and says at the end how often it was called. Preloaded, or linked into the program. */
+/* Another tool in the same process, as Score-P is: it wraps some calls of MPI by the profiling
+   interface, and says at the end how often it was called. Preloaded, or linked into the program. */
 #include <stdio.h>
 
 #define WRAP(name, parameters, arguments) \

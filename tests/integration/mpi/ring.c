@@ -1,16 +1,19 @@
-/* A ring: each rank sends to the next (bytes 8 * (rank + 1) per message), then all add up. Every pair's
-   bytes are known, so that a trace of it can be checked exactly. ring ROUNDS [LATE_RANK LATE_US] */
+/* A ring: each rank sends to the next (8 * (rank + 1) bytes a message), then all add up. The bytes
+   of each pair are known, so that a trace can be checked exactly. ring ROUNDS [LATE_RANK LATE_US] */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
 
+static double now_s(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
+}
+
 static void compute(double seconds) {
-  struct timespec begin, now;
-  clock_gettime(CLOCK_MONOTONIC, &begin);
-  do {
-    clock_gettime(CLOCK_MONOTONIC, &now);
-  } while ((double)(now.tv_sec - begin.tv_sec) + (double)(now.tv_nsec - begin.tv_nsec) / 1e9 < seconds);
+  const double end = now_s() + seconds;
+  while (now_s() < end) continue;
 }
 
 int main(int argc, char** argv) {

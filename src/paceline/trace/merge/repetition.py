@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 REPETITIONS_MIN = 4  # fewer may be chance
 PERIOD_MAX = 1024  # collectives in a repetition
-_REGULAR = 0.9  # share of collectives that repeat, from which on it is a loop
+_LEAST = 0.5  # share of the collectives that a loop has
+_MOST = 0.9  # from this share on no longer period is looked for
 
 
 def mark_repetitions(ranks: Sequence[RankTrace]) -> list[RankTrace]:
@@ -62,18 +63,27 @@ def find_repetition(codes: np.ndarray) -> tuple[int, int, int]:
         codes: what each element is, shape (elements,).
     """
     count = len(codes)
+    best = (0, 0, 0)
     for period in range(1, min(PERIOD_MAX, count // REPETITIONS_MIN) + 1):
-        same = codes[period:] == codes[:-period]
-        if same.mean() < _REGULAR:
-            continue
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]]).astype(np.int8)))
-        begins, ends = edges[::2], edges[1::2]
-        longest = int(np.argmax(ends - begins))
-        first = int(begins[longest])
-        repetitions = (int(ends[longest]) - first + period) // period
-        if repetitions >= REPETITIONS_MIN:
-            return period, first, repetitions
-    return 0, 0, 0
+        first, covered = _longest(codes[period:] == codes[:-period])
+        covered += period
+        # A shorter period is given up only for one that repeats for clearly longer.
+        if covered // period >= REPETITIONS_MIN and covered * _MOST > best[2]:
+            best = (period, first, covered)
+        if best[2] >= _MOST * count:
+            break
+    period, first, covered = best
+    return (period, first, covered // period) if covered >= _LEAST * count > 0 else (0, 0, 0)
+
+
+def _longest(same: np.ndarray) -> tuple[int, int]:
+    """Return where the longest run of True begins, and its length."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]]).astype(np.int8)))
+    begins, lengths = edges[::2], edges[1::2] - edges[::2]
+    if not len(begins):
+        return 0, 0
+    longest = int(np.argmax(lengths))
+    return int(begins[longest]), int(lengths[longest])
 
 
 def _marks_none(rank: RankTrace) -> bool:
