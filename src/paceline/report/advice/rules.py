@@ -407,7 +407,7 @@ def faster_spilling(facts: Facts) -> Iterator[Advice]:
 def accumulate_gradients(facts: Facts) -> Iterator[Advice]:
     """Propose to reduce gradients every other batch: half of the exposed all-reduces go away."""
     transfer_s = facts.step.transfer * facts.reduced_share
-    if transfer_s <= 0:
+    if transfer_s <= 0 or facts.step.backward <= 0:  # an MPI program has no gradients
         return
     yield Advice(
         rule="accumulate_gradients",
