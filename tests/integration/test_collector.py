@@ -447,3 +447,26 @@ def test_a_model_may_outlive_its_process_group(tmp_path):
     """Our callbacks waited for the GIL, while the model joined the threads that ran them."""
     done = paceline(tmp_path, "run", "-n", 2, "--out", "RUN", SCRIPTS / "outlived_groups.py")
     assert done.code == 0, done.err
+
+
+ENDS = """
+import sys, paceline, torch.distributed as dist
+from paceline.launch import attach
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+paceline.record("RUN")
+group = dist.group.WORLD
+collectives = attach._recording.collector.collectives
+dist.destroy_process_group()
+held = collectives.ended_group is group
+attach.close()
+print(held, collectives.ended_group)
+"""
+
+
+def test_the_last_to_hold_a_destroyed_group_is_python(tmp_path):
+    """Freed by DistributedDataParallel, it joined threads with the GIL that they waited for."""
+    command = [sys.executable, "-c", ENDS, str(tmp_path / "store")]
+    done = subprocess.run(
+        command, check=True, cwd=tmp_path, timeout=120, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["True", "None"]

@@ -136,6 +136,7 @@ class TorchCollector:
         RecordedKind("the end of sampling").attempt(self.sampler.stop)
         RecordedKind("the end of garbage collections").attempt(self.host.close)
         RecordedKind("collectives that had not completed").attempt(self.in_flight.close)
+        self.collectives.close()
         RecordedKind("the accelerator's peak of memory").attempt(self._note_device_memory)
 
     def _note_device_memory(self) -> None:

@@ -47,6 +47,7 @@ class CollectiveRecorder:
         )
         self.waits = RecordedKind(Capability.WORKS.value)
         self._waits = False  # whether the main thread waits for a work
+        self.ended_group: Any = None  # the last one that was destroyed
 
     def install(self) -> None:
         """Put kernels on the dispatcher's autograd keys, and see waits."""
@@ -65,6 +66,10 @@ class CollectiveRecorder:
         if Capability.BUFFER_BROADCAST in self.available:
             self._wrap_broadcast_coalesced()
         self._settle_before_groups_end()
+
+    def close(self) -> None:
+        """Let go of the process group that was destroyed."""
+        self.ended_group = None
 
     def _install_kernels(self, namespace: str, kernels: dict[str, Callable[..., Any]]) -> None:
         """Put kernels on the autograd keys of a namespace's operators."""
@@ -273,10 +278,17 @@ class CollectiveRecorder:
         self.hooks.replace(dist, "_broadcast_coalesced", hooked)
 
     def _settle_before_groups_end(self) -> None:
-        """Have no callback of ours on a backend's thread when its process group is destroyed."""
+        """Have no callback of ours on a backend's thread when its process group is destroyed.
+
+        The destructor of a group joins these threads. Called by the last reference of a
+        DistributedDataParallel, it holds the GIL, for which such a thread may wait to release a
+        tensor that was shown to Python. So the last reference is one of Python's, whose destructor
+        holds no GIL.
+        """
 
         def before(*_: object) -> None:
             self.in_flight.settle()
+            self.ended_group = dist.group.WORLD
 
         def after(*_: object) -> None:
             """Nothing is recorded."""
