@@ -283,8 +283,10 @@ def test_a_loader_fills_the_cache_in_its_own_order(pack, tmp_path, shuffle):
         total = int(pack.index.shard_lengths.sum())
         tiers = remote.tier_bytes
         assert tiers.cached > 0
-        # At most half as much again as the two epochs have.
-        assert tiers.nodes + remote.cache.copied_bytes <= 3 * total
+        # Two epochs have twice the pack. How much of it comes from nodes before the cache has it is a
+        # race; a shard that the cache gives up too early is copied again.
+        assert tiers.nodes <= 2 * total
+        assert remote.cache.copied_bytes <= 2.5 * total
         with pytest.raises(UsageError, match="another process"):
             remote_with_cache(pack, tmp_path / "cache", capacity)
     with remote_with_cache(pack, tmp_path / "cache", capacity) as again:
