@@ -283,7 +283,7 @@ def test_a_loader_fills_the_cache_in_its_own_order(pack, tmp_path, shuffle):
         total = int(pack.index.shard_lengths.sum())
         tiers = remote.tier_bytes
         assert tiers.cached > 0
-        # Two epochs have twice the pack. How much of it comes from nodes before the cache has it is a
+        # Two epochs have twice the pack. How much comes from nodes before the cache has it is a
         # race; a shard that the cache gives up too early is copied again.
         assert tiers.nodes <= 2 * total
         assert remote.cache.copied_bytes <= 2.5 * total
