@@ -24,19 +24,25 @@ using Aint = std::intptr_t;
 using Count = std::int64_t;
 using Offset = std::int64_t;
 
+#if PACELINE_MPI_ABI == PACELINE_MPICH
+using Handle = int;
+#else
+using Handle = void*;
+#endif
+using Comm = Handle;
+using Datatype = Handle;
+using Group = Handle;
+using Info = Handle;
+using Message = Handle;
+using Op = Handle;
+using Request = Handle;
+using Win = Handle;
+using File = void*;
+
 constexpr int success = 0;
 constexpr int undefined = -32766;
 
 #if PACELINE_MPI_ABI == PACELINE_MPICH
-
-using Comm = int;
-using Datatype = int;
-using Group = int;
-using Info = int;
-using Message = int;
-using Op = int;
-using Request = int;
-using Win = int;
 
 struct Status {
   int count_low;
@@ -70,15 +76,6 @@ inline std::uint64_t byte_count(const Status& status) noexcept {
 
 // Objects of the library, whose addresses are the handles.
 void* object(const char* name) noexcept;
-
-using Comm = void*;
-using Datatype = void*;
-using Group = void*;
-using Info = void*;
-using Message = void*;
-using Op = void*;
-using Request = void*;
-using Win = void*;
 
 struct Status {
   int source;
@@ -117,15 +114,6 @@ inline std::uint64_t byte_count(const Status& status) noexcept { return status.b
 
 #elif PACELINE_MPI_ABI == PACELINE_STANDARD
 
-using Comm = void*;
-using Datatype = void*;
-using Group = void*;
-using Info = void*;
-using Message = void*;
-using Op = void*;
-using Request = void*;
-using Win = void*;
-
 struct Status {
   int source;
   int tag;
@@ -152,8 +140,6 @@ std::uint64_t byte_count(const Status& status) noexcept;
 
 #endif
 
-using File = void*;
-
 inline bool is_in_place(const void* buffer) noexcept {
   return reinterpret_cast<std::intptr_t>(buffer) == in_place;
 }
@@ -162,9 +148,9 @@ inline bool is_ignored(const Status* status) noexcept {
 }
 
 // A handle as a key of a table.
-template <class Handle>
-std::uintptr_t key_of(Handle handle) noexcept {
-  if constexpr (sizeof(Handle) == sizeof(int)) {
+template <class Any>
+std::uintptr_t key_of(Any handle) noexcept {
+  if constexpr (sizeof(Any) == sizeof(int)) {
     return static_cast<unsigned>(handle);
   } else {
     return reinterpret_cast<std::uintptr_t>(handle);

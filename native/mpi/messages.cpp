@@ -97,6 +97,22 @@ void take_completed(Request request, const Status* status, std::vector<Issued>& 
   if (take(request, issued) && received(issued, status)) completed.push_back(std::move(issued));
 }
 
+// Calls what completes requests, and takes what `taken` finds completed then. A wait is over when
+// they are; a test only looks.
+template <class Real, class Taken>
+int complete(Call& call, bool waits, Real&& real, Taken&& taken) {
+  if (waits) call.begin();
+  const int result = real();
+  std::vector<Issued> completed;
+  taken(completed);
+  if (waits) {
+    call.end_waiting(completed);
+  } else {
+    Call::end_test(completed);
+  }
+  return result;
+}
+
 // What a call for several requests needs of each: its handle, as the call changes it, and a status.
 class Requests {
  public:
@@ -161,12 +177,9 @@ INTERPOSE(MPI_Wait, (Request * request, Status* status), (request, told),
           told = own.get();
           if (!recorded) return real();
           const Request handle = *request;
-          call.begin();
-          const int result = real();
-          std::vector<Issued> completed;
-          take_completed(handle, told, completed);
-          call.end_waiting(completed);
-          return result;)
+          return complete(call, true, real, [&](std::vector<Issued>& completed) {
+            take_completed(handle, told, completed);
+          });)
 
 INTERPOSE(MPI_Test, (Request * request, int* flag, Status* status), (request, flag, told),
           Call call;
@@ -175,11 +188,9 @@ INTERPOSE(MPI_Test, (Request * request, int* flag, Status* status), (request, fl
           told = own.get();
           if (!recorded) return real();
           const Request handle = *request;
-          const int result = real();
-          std::vector<Issued> completed;
-          if (*flag != 0) take_completed(handle, told, completed);
-          Call::end_test(completed);
-          return result;)
+          return complete(call, false, real, [&](std::vector<Issued>& completed) {
+            if (*flag != 0) take_completed(handle, told, completed);
+          });)
 
 INTERPOSE(MPI_Waitall, (int n, Request* requests, Status* statuses), (n, requests, told),
           Call call;
@@ -187,12 +198,9 @@ INTERPOSE(MPI_Waitall, (int n, Request* requests, Status* statuses), (n, request
           if (!call.recorded()) return real();
           Requests all(n, requests, statuses);
           told = all.statuses();
-          call.begin();
-          const int result = real();
-          std::vector<Issued> completed;
-          all.take_all(completed);
-          call.end_waiting(completed);
-          return result;)
+          return complete(call, true, real, [&](std::vector<Issued>& completed) {
+            all.take_all(completed);
+          });)
 
 INTERPOSE(MPI_Testall, (int n, Request* requests, int* flag, Status* statuses),
           (n, requests, flag, told),
@@ -201,11 +209,9 @@ INTERPOSE(MPI_Testall, (int n, Request* requests, int* flag, Status* statuses),
           if (!call.recorded()) return real();
           Requests all(n, requests, statuses);
           told = all.statuses();
-          const int result = real();
-          std::vector<Issued> completed;
-          if (*flag != 0) all.take_all(completed);
-          Call::end_test(completed);
-          return result;)
+          return complete(call, false, real, [&](std::vector<Issued>& completed) {
+            if (*flag != 0) all.take_all(completed);
+          });)
 
 INTERPOSE(MPI_Waitany, (int n, Request* requests, int* index, Status* status),
           (n, requests, index, told),
@@ -214,12 +220,9 @@ INTERPOSE(MPI_Waitany, (int n, Request* requests, int* index, Status* status),
           told = own.get();
           if (!call.recorded()) return real();
           Requests all(n, requests, told);
-          call.begin();
-          const int result = real();
-          std::vector<Issued> completed;
-          if (*index != undefined) all.take_one(*index, 0, completed);
-          call.end_waiting(completed);
-          return result;)
+          return complete(call, true, real, [&](std::vector<Issued>& completed) {
+            if (*index != undefined) all.take_one(*index, 0, completed);
+          });)
 
 INTERPOSE(MPI_Testany, (int n, Request* requests, int* index, int* flag, Status* status),
           (n, requests, index, flag, told),
@@ -228,11 +231,9 @@ INTERPOSE(MPI_Testany, (int n, Request* requests, int* index, int* flag, Status*
           told = own.get();
           if (!call.recorded()) return real();
           Requests all(n, requests, told);
-          const int result = real();
-          std::vector<Issued> completed;
-          if (*flag != 0 && *index != undefined) all.take_one(*index, 0, completed);
-          Call::end_test(completed);
-          return result;)
+          return complete(call, false, real, [&](std::vector<Issued>& completed) {
+            if (*flag != 0 && *index != undefined) all.take_one(*index, 0, completed);
+          });)
 
 INTERPOSE(MPI_Waitsome, (int n, Request* requests, int* done, int* indices, Status* statuses),
           (n, requests, done, indices, told),
@@ -241,12 +242,9 @@ INTERPOSE(MPI_Waitsome, (int n, Request* requests, int* done, int* indices, Stat
           if (!call.recorded()) return real();
           Requests all(n, requests, statuses);
           told = all.statuses();
-          call.begin();
-          const int result = real();
-          std::vector<Issued> completed;
-          for (int i = 0; i < *done; ++i) all.take_one(indices[i], i, completed);
-          call.end_waiting(completed);
-          return result;)
+          return complete(call, true, real, [&](std::vector<Issued>& completed) {
+            for (int i = 0; i < *done; ++i) all.take_one(indices[i], i, completed);
+          });)
 
 INTERPOSE(MPI_Testsome, (int n, Request* requests, int* done, int* indices, Status* statuses),
           (n, requests, done, indices, told),
@@ -255,11 +253,9 @@ INTERPOSE(MPI_Testsome, (int n, Request* requests, int* done, int* indices, Stat
           if (!call.recorded()) return real();
           Requests all(n, requests, statuses);
           told = all.statuses();
-          const int result = real();
-          std::vector<Issued> completed;
-          for (int i = 0; i < *done; ++i) all.take_one(indices[i], i, completed);
-          Call::end_test(completed);
-          return result;)
+          return complete(call, false, real, [&](std::vector<Issued>& completed) {
+            for (int i = 0; i < *done; ++i) all.take_one(indices[i], i, completed);
+          });)
 
 INTERPOSE(MPI_Start, (Request * request), (request),
           Call call;

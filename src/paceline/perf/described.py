@@ -38,7 +38,12 @@ from paceline.core.plan import Plan
 from paceline.perf.communication import reducing_collectives
 from paceline.perf.compute import COMPUTE_PHASES, cost_model, step_compute
 from paceline.perf.transformer.efficiency import efficiency_of
-from paceline.perf.transformer.network import NETWORK, inside_level
+from paceline.perf.transformer.network import (
+    NETWORK,
+    fabric_taper,
+    inside_level,
+    network_link,
+)
 from paceline.perf.transformer.pricing import DeviceRates
 from paceline.schedules import Topology, candidates, groups_of, schedule_s
 from paceline.schedules.topology import ADD_BYTES
@@ -244,7 +249,7 @@ def replica_topology(machine: Machine, plan: Plan) -> Topology:
     return Topology(
         hosts=hosts,
         inside=_part(_inside(machine), together) if len(hosts[0]) > 1 else None,
-        across=_part(_network(machine, plan), together) if len(hosts) > 1 else None,
+        across=_part(network_link(machine, plan.nodes), together) if len(hosts) > 1 else None,
         devices=1 if device.kind == "cpu" else min(device.count, len(hosts[0])),
         reduction_s_per_byte=ADD_BYTES * sharing / bandwidth.value if bandwidth else 0.0,
     )
@@ -257,7 +262,7 @@ def _reached_links(machine: Machine, plan: Plan) -> tuple[Link, ...]:
     links = [_slowed(inside, reached.link.value)]
     for link in machine.links:
         if link.level == NETWORK:
-            links.append(_slowed(link, reached.network.value * _taper(machine, plan.nodes)))
+            links.append(_slowed(link, reached.network.value * fabric_taper(machine, plan.nodes)))
         elif link.level != inside.level:
             links.append(link)
     return tuple(links)
@@ -282,25 +287,6 @@ def _inside(machine: Machine) -> Link:
         bandwidth_bytes_per_s=replace(bandwidth, value=bandwidth.value / _COPY_BYTES),
         sharing="node",
     )
-
-
-def _network(machine: Machine, plan: Plan) -> Link:
-    link = machine.link(NETWORK)
-    if link is None:
-        raise UsageError(
-            f"a plan on {plan.nodes} nodes needs a link between nodes",
-            where=f"{machine.name}: links",
-            why=f"its levels: {', '.join(link.level for link in machine.links) or 'none'}",
-            fix="Add a link of the level 'network' to the machine file, or probe two nodes",
-        )
-    return link
-
-
-def _taper(machine: Machine, nodes: int) -> float:
-    """Return the part of the bandwidth that is left between groups of the fabric."""
-    fabric = machine.fabric
-    beyond = fabric is not None and 0 < fabric.group_nodes < nodes
-    return fabric.taper.value if fabric and fabric.taper and beyond else 1.0
 
 
 def _slowed(link: Link, efficiency: float) -> Link:

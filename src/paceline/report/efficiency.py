@@ -74,11 +74,11 @@ def efficiency_sentence(found: RunEfficiency) -> str:
     gains = [item for item in found.what_ifs[1:4] if item.shorter >= _LEAST_GAIN]
     if not gains:
         return f"{words}."
-    told = "; ".join(
+    scenarios = "; ".join(
         f"with {item.scenario} {format_share(item.shorter)}"
         for item in sorted(gains, key=lambda item: -item.shorter)
     )
-    return f"{words}. A step would be shorter: {told}."
+    return f"{words}. A step would be shorter: {scenarios}."
 
 
 def _metrics(metrics: EfficiencyMetrics) -> FittingTable:
@@ -202,8 +202,8 @@ def _matrix(found: RunEfficiency) -> list[RenderableType]:
         FittingTable(heads=("links", *heads[1:]), rows=levels),
     ]
     if matrix.algorithms:
-        told = ", ".join(f"{name} as {how}" for name, how in sorted(matrix.algorithms.items()))
-        parts.append(Text(printable(f"bytes of collectives between pairs are computed: {told}")))
+        known = ", ".join(f"{name} as {how}" for name, how in sorted(matrix.algorithms.items()))
+        parts.append(Text(printable(f"bytes of collectives between pairs are computed: {known}")))
     return parts
 
 

@@ -24,7 +24,7 @@ from paceline.core.errors import UsageError
 from paceline.core.plan import Mesh, Plan
 from paceline.perf.planner.front import MILLION, plan_front
 from paceline.perf.planner.result import Alternative, PlanSearch, PricedPlan
-from paceline.perf.planner.winner import axis_value, grown_phase
+from paceline.perf.planner.winner import grown_phase, other_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -186,15 +186,11 @@ def _priced(estimate: Estimate, batch: int) -> PricedPlan:
 
 def _alternatives(estimates: Sequence[Estimate], winner: Estimate) -> tuple[Alternative, ...]:
     """Return for each axis the best plan with each other value, by axis and time."""
-    found = []
-    for axis in AXES:
-        members: dict[str, list[Estimate]] = {}
-        for estimate in estimates:
-            members.setdefault(axis_value(estimate.plan, axis), []).append(estimate)
-        members.pop(axis_value(winner.plan, axis), None)
-        found += [_alternative(axis, value, each, winner) for value, each in members.items()]
-    found.sort(key=lambda item: (AXES.index(item.axis), item.slower is None, item.slower or 0.0))
-    return tuple(found)
+
+    def best(axis: str, value: str, members: list[int]) -> Alternative:
+        return _alternative(axis, value, [estimates[index] for index in members], winner)
+
+    return other_values(AXES, [estimate.plan for estimate in estimates], winner.plan, best)
 
 
 def _alternative(axis: str, value: str, estimates: list[Estimate], winner: Estimate) -> Alternative:

@@ -13,6 +13,8 @@ from paceline.perf.planner.result import Alternative, WhatIf
 from paceline.perf.planner.space import AXES, SearchSpace
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from paceline.core.breakdown import Breakdown
     from paceline.core.estimate import Estimate
     from paceline.core.machine import Machine
@@ -68,15 +70,35 @@ def alternatives(
     certain, the smallest bound that is left is returned.
     """
     same_nodes = np.flatnonzero(bounded.nodes == winner.plan.nodes)
+
+    def best_of(axis: str, value: str, members: list[int]) -> Alternative:
+        return _alternative(axis, value, same_nodes[members], bounded, pricer, winner)
+
+    plans = [bounded.plans[index] for index in same_nodes.tolist()]
+    return other_values(pricer.space.axes, plans, winner.plan, best_of)
+
+
+def other_values(
+    axes: Sequence[str],
+    plans: Sequence[Plan],
+    winner: Plan,
+    best_of: Callable[[str, str, list[int]], Alternative],
+) -> tuple[Alternative, ...]:
+    """Return an alternative for each other value that plans have on each axis, by axis and time.
+
+    Args:
+        axes: of the search.
+        plans: that were compared.
+        winner: whose values are left out.
+        best_of: called with an axis, a value, and the indices of the plans that have it.
+    """
     found = []
-    axes = pricer.space.axes
     for axis in axes:
         members: dict[str, list[int]] = {}
-        for index in same_nodes.tolist():
-            members.setdefault(axis_value(bounded.plans[index], axis), []).append(index)
-        members.pop(axis_value(winner.plan, axis), None)
-        for value, indices in members.items():
-            found.append(_alternative(axis, value, np.array(indices), bounded, pricer, winner))
+        for index, plan in enumerate(plans):
+            members.setdefault(axis_value(plan, axis), []).append(index)
+        members.pop(axis_value(winner, axis), None)
+        found += [best_of(axis, value, indices) for value, indices in members.items()]
     found.sort(key=lambda item: (axes.index(item.axis), item.slower is None, item.slower or 0.0))
     return tuple(found)
 

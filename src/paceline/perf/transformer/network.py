@@ -62,6 +62,31 @@ class LevelCost:
     adapters: int = 1
 
 
+def network_link(machine: Machine, nodes: int) -> Link:
+    """Return the link between nodes.
+
+    Raises:
+        UsageError: the machine has none, which a plan on `nodes` nodes needs.
+    """
+    link = machine.link(NETWORK)
+    if link is None:
+        raise UsageError(
+            f"a plan on {nodes} nodes needs a link between nodes",
+            where=f"{machine.name}: links",
+            why=f"its levels: {', '.join(link.level for link in machine.links) or 'none'}",
+            fix="Add a link of the level 'network' to the machine file, or probe two nodes",
+        )
+    return link
+
+
+def fabric_taper(machine: Machine, nodes: int) -> float:
+    """Return the part of a link's bandwidth that is left between groups of the machine's fabric."""
+    fabric = machine.fabric
+    if fabric and fabric.taper and 0 < fabric.group_nodes < nodes:
+        return fabric.taper.value
+    return 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Network:
     """The links of a machine at the rates that collectives reach.
@@ -85,21 +110,11 @@ class Network:
         Raises:
             UsageError: the job needs more than one node and the machine has no network.
         """
-        network = machine.link(NETWORK)
-        if nodes > 1 and network is None:
-            raise UsageError(
-                f"a plan on {nodes} nodes needs a link between nodes",
-                where=f"{machine.name}: links",
-                why=f"its levels: {', '.join(link.level for link in machine.links) or 'none'}",
-                fix="Add a link of the level 'network' to the machine file, or probe two nodes",
-            )
+        network = network_link(machine, nodes) if nodes > 1 else machine.link(NETWORK)
         inside = machine.link(inside_level(machine))
-        taper, fabric = 1.0, machine.fabric
-        if fabric and fabric.taper and 0 < fabric.group_nodes < nodes:
-            taper = fabric.taper.value
         return cls(
             inside=_level(inside, efficiency.link.value),
-            across=_level(network, efficiency.network.value * taper),
+            across=_level(network, efficiency.network.value * fabric_taper(machine, nodes)),
             node_devices=max(1, machine.devices[0].count),
         )
 

@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 BATCH, WORKERS, CHECKPOINTING, PRECISION = "batch", "loader_workers", "checkpointing", "precision"
-AXES = (
-    *("model", BATCH, "storage", WORKERS, "optimizer", "compression", PRECISION, CHECKPOINTING),
-)
+AXES = ("model", BATCH, "storage", WORKERS, "optimizer", "compression", PRECISION, CHECKPOINTING)
 # Other names that arguments may have in braces.
 RANKS, EPOCHS, REPEAT, RESULT = "ranks", "epochs", "repeat", "result"
 _UNFIT = re.compile(r"[^\w.+=-]+")  # for the name of a folder, and a column of a CSV

@@ -19,7 +19,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from paceline.core.config import Resolved, resolve
+from paceline.core.config import resolve
 from paceline.core.errors import (
     DeadlineExceeded,
     Interrupted,
@@ -268,7 +268,7 @@ class _Run:
             prepare(
                 subject.program,
                 fill(subject.args, values),
-                _configuration(),
+                resolve(RunConfig),  # of `paceline run` here, without ranks: the plan has them
                 self.folder,
                 self.clock,
                 plan=subject.plans.plan(cell),
@@ -295,11 +295,6 @@ class _Run:
         """Add the traceback of a rank to what the ranks printed."""
         if text:
             append_lines(self._beside(".log"), text.splitlines())
-
-
-def _configuration() -> Resolved[RunConfig]:
-    """Return the configuration of `paceline run` here, without ranks: the plan has them."""
-    return resolve(RunConfig)
 
 
 class _RunDeadline:

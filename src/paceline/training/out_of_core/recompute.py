@@ -120,13 +120,12 @@ def recompute_always(model: nn.Module) -> tuple[str, ...]:
 @contextlib.contextmanager
 def recomputed(model: nn.Module) -> Iterator[tuple[str, ...]]:
     """Have the layers of a model compute their forward pass again, as `recompute_always` does."""
-    modules = recomputable(model)
     names = recompute_always(model)
     try:
         yield names
     finally:
-        for module in modules.values():
-            del module.forward
+        for name in names:
+            del model.get_submodule(name).forward
 
 
 def watch_modules(modules: dict[str, nn.Module], listener: ModuleListener) -> list[RemovableHandle]:
