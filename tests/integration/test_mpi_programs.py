@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from launching import paceline
 
-from paceline.launch.mpi import mpi_of_command
+from paceline.launch.mpi import _launcher_interface, mpi_of_command
 from paceline.runs.folder import RunFolder
 from paceline.trace.analysis import analyse
 from paceline.trace.format.events import WAIT_ALL, Kind
@@ -230,6 +230,23 @@ def test_mpi4py(tmp_path, mpi):
         done = paceline(tmp_path, "run", "--mpi", "-n", 2, "--out", "RUN2", "--", script)
         assert done.code == 0, done.err
         assert bytes_by_pair(load_run(tmp_path / "RUN2"), 7) == {(0, 1): 80, (1, 0): 160}
+
+
+@pytest.mark.parametrize(
+    ("version", "interface"),
+    [
+        ("mpirun.openmpi (OpenRTE) 4.1.4", "openmpi"),
+        ("mpirun (Open MPI) 5.0.11", "openmpi"),
+        ("HYDRA build details:", "mpich"),
+        ("srun 22.05.8", None),
+    ],
+)
+def test_a_launcher_is_known_by_its_version(tmp_path, version, interface):
+    """Debian's Open MPI was not, where another mpirun came before it on the path."""
+    launcher = tmp_path / "mpirun"
+    launcher.write_text(f"#!/bin/sh\necho '{version}'\n")
+    launcher.chmod(0o755)
+    assert _launcher_interface(str(launcher)) == interface
 
 
 @campaign

@@ -233,7 +233,7 @@ def _launcher_interface(launcher: str) -> Interface | None:
     if shutil.which(launcher) is None:
         return None
     text = _output_of([launcher, "--version"])
-    if "Open MPI" in text or "prterun" in text:
+    if re.search("Open MPI|OpenRTE|prterun", text):  # by its name, Open MPI 4 says either
         return "openmpi"
     return "mpich" if re.search("HYDRA|MPICH|Intel.*MPI|MVAPICH", text) else None
 
