@@ -243,3 +243,10 @@ def test_each_cause_of_a_straggler_has_its_advice(cause):
 def test_each_rule_names_the_figure_that_it_rests_on(facts, words):
     (advice,) = advise(facts)
     assert words in advice.sentence
+
+
+def test_a_program_that_trains_nothing_is_told_nothing_of_gradients_and_buffers():
+    """An MPI program was advised to accumulate gradients."""
+    step = Breakdown(other=0.02, transfer=0.01)
+    for share in ({"reduced_share": 1.0}, {"broadcast_share": 0.4}):
+        assert not advise(Facts(steps=100, step=step, **share))

@@ -119,6 +119,11 @@ class Facts:
         """Seconds of the whole loop."""
         return self.step.total_s * self.steps
 
+    @property
+    def trains(self) -> bool:
+        """Whether a step has passes of a model: one of an MPI program, recorded alone, has none."""
+        return self.step.forward + self.step.backward > 0
+
     def share(self, saved_s: float) -> float:
         """Return the share of the loop that so many seconds in all steps together are."""
         return min(1.0, saved_s / self.loop_s)

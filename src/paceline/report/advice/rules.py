@@ -407,7 +407,7 @@ def faster_spilling(facts: Facts) -> Iterator[Advice]:
 def accumulate_gradients(facts: Facts) -> Iterator[Advice]:
     """Propose to reduce gradients every other batch: half of the exposed all-reduces go away."""
     transfer_s = facts.step.transfer * facts.reduced_share
-    if transfer_s <= 0 or facts.step.backward <= 0:  # an MPI program has no gradients
+    if transfer_s <= 0 or not facts.trains:
         return
     yield Advice(
         rule="accumulate_gradients",
@@ -425,7 +425,7 @@ def accumulate_gradients(facts: Facts) -> Iterator[Advice]:
 def no_buffer_broadcasts(facts: Facts) -> Iterator[Advice]:
     """Propose to leave out the broadcasts of buffers that DDP makes before each forward pass."""
     transfer_s = facts.step.transfer * facts.broadcast_share
-    if transfer_s <= 0:
+    if transfer_s <= 0 or not facts.trains:
         return
     yield Advice(
         rule="no_buffer_broadcasts",
