@@ -39,7 +39,6 @@ from paceline.core.config import cache_folder
 from paceline.core.foreign_cpu import cpu_use
 
 HERE = Path(__file__).parent
-RANKS = (2, 4)
 # How many plans of so many ranks, with more threads than their share of the cores or not: one of
 # the former is enough to see whether the planner knows.
 PLANS = {(2, False): 6, (2, True): 1, (4, False): 5}
@@ -56,7 +55,8 @@ ROWS = (
     *(("mlp_fused", 64), ("mlp_foreach", 256), ("resnet_accumulation", 16)),
     ("resnet_accumulation", 64),
 )
-QUICK = (("vit", 16),)
+QUICK = (("gru", 32),)
+QUICK_PLANS = {(2, False): 6}
 
 
 class Job:
@@ -99,12 +99,12 @@ class Job:
             process.wait()
 
 
-def drawn(space, seed):
-    """Return the default plan, and others at random."""
+def drawn(space, seed, counts):
+    """Return the default plan, and others at random: so many of each kind, as in `PLANS`."""
     draw = random.Random(seed)
     plans = space.plans()
     chosen = []
-    for (ranks, crowded), count in PLANS.items():
+    for (ranks, crowded), count in counts.items():
         share = max(1, space.cores // ranks)
         own = [plan for plan in plans if plan.mesh.data == ranks]
         own = [plan for plan in own if (plan.threads > share) == crowded]
@@ -120,7 +120,7 @@ def measured(target, batch, plans, *, quick):
     with tempfile.TemporaryDirectory() as folder:
         jobs, places = {}, {}
         try:
-            for ranks in RANKS:
+            for ranks in sorted({plan.mesh.data for plan in plans}):
                 own = [plan for plan in plans if plan.mesh.data == ranks]
                 jobs[ranks] = Job(target, batch, ranks, own, folder)
                 jobs[ranks].answers()
@@ -151,8 +151,10 @@ def row_of(name, batch, machine, *, quick):
 
     began = time.monotonic()
     target = f"{HERE / 'unseen_models.py'}:{name}"
-    all_plans = capture_target(machine, target, batch=batch, ranks=RANKS)
-    plans = drawn(all_plans.space(), f"{name} {batch}")
+    counts = QUICK_PLANS if quick else PLANS
+    ranks = sorted({ranks for ranks, _ in counts})
+    all_plans = capture_target(machine, target, batch=batch, ranks=ranks)
+    plans = drawn(all_plans.space(), f"{name} {batch}", counts)
     estimates = all_plans.estimates(plans)
     planned = time.monotonic()
     seconds, foreign = measured(target, batch, plans, quick=quick)

@@ -103,6 +103,8 @@ def test_two_ranks_measure_at_the_same_time(here):
     assert {"forward", "backward", "optimizer"} == set(step.phases)
     assert step.whole_steps >= 8
     assert step.peak_bytes > step.base_bytes > 100 << 20
+    assert step.reduced_bytes > 0
+    assert step.reduced_s > 0
 
 
 def test_a_step_that_does_not_run_is_predicted_from_rates_and_says_why(here):

@@ -101,6 +101,35 @@ def test_gradients_are_ready_when_their_layers_are_in_the_measured_pass():
     assert predicted.breakdown.waiting == pytest.approx(2e-4)
 
 
+def test_ranks_that_outnumber_cores_lose_when_they_meet_what_a_collective_does_not_take():
+    machine = dataclasses.replace(
+        small_machine(), collectives=(collective("all_reduce", 4e-3, 1e12),)
+    )
+    plan = Plan(mesh=Mesh(data=2))
+    step = measured_step(processes=2, waiting_s=2e-4, meeting_s=9e-3)
+    predicted = estimate(machine, workload(), plan, step)
+    assert predicted.breakdown.waiting == pytest.approx(2e-4 + 9e-3 - 4e-3)
+
+
+@pytest.mark.parametrize(("backend", "scaled"), [("gloo", True), ("nccl", False)])
+def test_collectives_are_as_slow_as_they_were_beside_the_measured_steps(backend, scaled):
+    cost = dataclasses.replace(collective("all_reduce", 1e-3, 1e9), backend=backend)
+    machine = dataclasses.replace(small_machine(), collectives=(cost,))
+    plan = Plan(mesh=Mesh(data=2))
+    probed = estimate(machine, workload(), plan, measured_step(processes=2))
+    half = measured_step(
+        processes=2, reduced_bytes=10 * MIB, reduced_s=cost.seconds_at(10 * MIB) / 2
+    )
+    predicted = estimate(machine, workload(), plan, half)
+    assert predicted.sources["transfer"].endswith("beside the steps") is scaled
+    if scaled:
+        assert predicted.breakdown.transfer < 0.75 * probed.breakdown.transfer
+        assert predicted.high_s - predicted.low_s < probed.high_s - probed.low_s
+    else:
+        assert predicted.breakdown == probed.breakdown
+    assert predicted.machine_digest == probed.machine_digest
+
+
 def test_a_step_of_other_threads_or_processes_is_refused():
     for plan in (Plan(threads=2), Plan(mesh=Mesh(data=2))):
         with pytest.raises(UsageError, match="not that of the plan"):

@@ -15,6 +15,7 @@ so both are part of a rate's key, instead of being folded into a peak that no pr
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
@@ -89,6 +90,11 @@ class Quantity(Record):
     low: float | None = None
     high: float | None = None
     reference: str = ""
+
+    def scaled(self, factor: float) -> Quantity:
+        """Return `factor` times the quantity, a number above 0."""
+        low, high = (end if end is None else end * factor for end in (self.low, self.high))
+        return dataclasses.replace(self, value=self.value * factor, low=low, high=high)
 
 
 def _refuse_outside(
@@ -441,6 +447,18 @@ class CollectiveCost(Record):
         points = [(point.bytes, point.cpu_seconds.value) for point in self.points
                   if point.cpu_seconds is not None]  # fmt: skip
         return interpolated(points, size_bytes) if points else None
+
+    def scaled(self, factor: float) -> CollectiveCost:
+        """Return the cost of calls that take `factor` times as long."""
+        points = tuple(
+            dataclasses.replace(
+                point,
+                seconds=point.seconds.scaled(factor),
+                cpu_seconds=point.cpu_seconds and point.cpu_seconds.scaled(factor),
+            )
+            for point in self.points
+        )
+        return dataclasses.replace(self, points=points)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

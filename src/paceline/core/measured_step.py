@@ -90,6 +90,8 @@ class StepMeasurement(Record):
         waiting_s: by which the slowest process of a step is later than the processes on average.
         meeting_s: by which a step is longer in which processes that outnumber the cores reduce a
             number: each waits for a core, as often as it waits for the others.
+        reduced_bytes: of the gradients of the step, at most those of a bucket; 0: one process.
+        reduced_s: of gloo's all-reduce of as many between the processes, timed beside the steps.
         peak_bytes: resident memory of a process at the peak of its whole steps.
         base_bytes: resident memory before the model was made: interpreter, torch, imports.
         foreign_cores: that other work used meanwhile, on average.
@@ -104,6 +106,8 @@ class StepMeasurement(Record):
     operators: tuple[OperatorCalls, ...]
     waiting_s: float = 0.0
     meeting_s: float = 0.0
+    reduced_bytes: int = 0
+    reduced_s: float = 0.0
     peak_bytes: int = 0
     base_bytes: int = 0
     foreign_cores: float = 0.0

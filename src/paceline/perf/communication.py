@@ -15,6 +15,7 @@ Gropp, Optimization of collective communication operations in MPICH, 2005.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,7 +25,8 @@ from paceline.core.plan import OWN_ENGINES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.core.machine import CollectiveCost
+    from paceline.core.machine import CollectiveCost, Machine
+    from paceline.core.measured_step import StepMeasurement
     from paceline.core.plan import CollectivesChoice, Plan
 
 MODELLED = ("all_reduce", "broadcast")  # operations with a formula: what data parallelism calls
@@ -73,6 +75,26 @@ def reducing_collectives(plan: Plan) -> CollectivesChoice:
     """Return by what gradients are reduced: on one node Paceline's engine has shared memory."""
     in_memory = plan.engine in OWN_ENGINES and plan.nodes == 1 and plan.mesh.pipeline == 1
     return "paceline" if in_memory else plan.collectives
+
+
+def beside_steps(machine: Machine, measured: StepMeasurement) -> Machine:
+    """Return the machine with gloo's collectives as slow as they were beside the measured steps.
+
+    Machines drift: within minutes gloo takes half as long again, or two thirds. An all-reduce that
+    was timed between the same processes, in the same minute as the steps, says by how much.
+    """
+    ranks = measured.processes
+
+    def is_same(cost: CollectiveCost) -> bool:
+        return (cost.backend, cost.ranks, cost.hosts) == ("gloo", ranks, 1)
+
+    probed = [cost for cost in machine.collectives if is_same(cost)]
+    reduction = next((cost for cost in probed if cost.operation == "all_reduce"), None)
+    if reduction is None or not measured.reduced_bytes:
+        return machine
+    factor = measured.reduced_s / reduction.seconds_at(measured.reduced_bytes)
+    costs = tuple(cost.scaled(factor) if is_same(cost) else cost for cost in machine.collectives)
+    return dataclasses.replace(machine, collectives=costs)
 
 
 def all_reduce_s(

@@ -21,6 +21,7 @@ from paceline.perf.caveats import (
 )
 from paceline.perf.communication import (
     all_reduce_s,
+    beside_steps,
     broadcast_s,
     exposed_s,
     make_buckets,
@@ -80,10 +81,11 @@ def estimate(
         )
     if measured is not None:
         check_measured(measured, plan)
+    beside = machine if measured is None else beside_steps(machine, measured)
     costs = cost_model(machine, workload, plan)
-    step = _predict(costs, machine, workload, plan, measured)
+    step = _predict(costs, beside, workload, plan, measured)
     step_s = step.breakdown.total_s
-    interval = step_interval(machine, workload, plan, costs, step.breakdown, measured)
+    interval = step_interval(beside, workload, plan, costs, step.breakdown, measured)
     available_bytes = machine.devices[0].memory_bytes.value
     return Estimate(
         workload=workload.name,
@@ -243,6 +245,8 @@ def _sources(
         cost = _collective(machine, "all_reduce", plan)
         source = cost.points[0].seconds.source
         sources["transfer"] = f"{cost.backend}: {source}, {cost.ranks} ranks"
+        if measured is not None and measured.reduced_bytes and cost.backend == "gloo":
+            sources["transfer"] += ", as slow as beside the steps"
         meets = measured is not None and measured.meeting_s > 0
         if oversubscription_factor(machine.devices[0], plan) > 1 and not meets:
             # 4 ranks on 2 cores: 8 times as long as the links promise

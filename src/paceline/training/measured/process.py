@@ -237,6 +237,7 @@ def combined(answers: Sequence[StepAnswer], *, shared: bool = False) -> StepMeas
         phases=phases,
         waiting_s=waiting_s,
         meeting_s=meeting_s,
+        reduced_s=_mean(answer.step.reduced_s for answer in answers),
         peak_bytes=max(answer.step.peak_bytes for answer in answers),
         base_bytes=max(answer.step.base_bytes for answer in answers),
         foreign_cores=_foreign_cores([answer.cpu for answer in answers], shared=shared),

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import statistics
+import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
 
 FORM_ROUNDS = 4  # of which the first is one step
 SLOW_FORM = 2.0  # times the fastest one's step: a form that runs no further rounds
+REDUCED_BYTES = 25 << 20  # at most: DDP's bucket
+REDUCTIONS = 12  # in each of two rounds, as the machine drifts
 _COLD_BYTES = 48 << 20  # where the kernel does not name a cache
 
 
@@ -106,13 +110,22 @@ def _measure(step: TrainingStep, request: StepRequest, base: int) -> StepAnswer:
         agree=agree,
         meet=_meeting(request),
     )
+    reduced_bytes = _reduced_bytes(step, request)
     round_()
     peak_bytes = resident_bytes("VmHWM")
+    reductions_s = _reductions_s(reduced_bytes)
     operators = _operators(runner, request, synchronize)
     round_()
+    reductions_s += _reductions_s(reduced_bytes)
     cpu = _span(begin, cpu_use())
     answer = _answer(request, request.threads, operators, times, cpu)
-    step_ = dataclasses.replace(answer.step, peak_bytes=peak_bytes, base_bytes=base)
+    step_ = dataclasses.replace(
+        answer.step,
+        reduced_bytes=reduced_bytes,
+        reduced_s=statistics.median(reductions_s) if reductions_s else 0.0,
+        peak_bytes=peak_bytes,
+        base_bytes=base,
+    )
     return dataclasses.replace(answer, step=step_)
 
 
@@ -179,6 +192,29 @@ def _measure_forms(make: Callable[[], TrainingStep], request: StepRequest) -> Fo
 def _together(request: StepRequest) -> tuple[Callable[[], None], Callable[[float], float]]:
     """Return what waits for the other ranks, and what returns the value of rank 0."""
     return (dist.barrier, _leading) if request.ranks > 1 else (lambda: None, float)
+
+
+def _reduced_bytes(step: TrainingStep, request: StepRequest) -> int:
+    """Return the bytes of an all-reduce like those of the step; 0 if it has none."""
+    if request.ranks == 1:
+        return 0
+    trained = (value for value in step.module.parameters() if value.requires_grad)
+    return min(REDUCED_BYTES, sum(map(bytes_of, trained)) & ~3)
+
+
+def _reductions_s(size_bytes: int) -> list[float]:
+    """Return the seconds of all-reduces, one after the other as the probe times them."""
+    if not size_bytes:
+        return []
+    data = torch.zeros(size_bytes // 4)
+    dist.barrier()
+    dist.all_reduce(data)
+    seconds = []
+    for _ in range(REDUCTIONS):
+        begin = time.perf_counter()
+        dist.all_reduce(data)
+        seconds.append(time.perf_counter() - begin)
+    return seconds
 
 
 def _meeting(request: StepRequest) -> Callable[[], None] | None:
