@@ -53,10 +53,13 @@ HOSTILE = '<script>alert("x")</script>&\'<img src=x onerror=y>'
 LATE = (Late(1, 18, 40, 80),)
 SECTIONS = [
     "Time by phase",
+    "Timeline",
     "Skew",
+    "Efficiency and waits",
     "Step time",
     "Prediction beside measurement",
     "Collectives",
+    "Traffic between ranks",
     "Memory",
     "Provenance",
 ]
@@ -139,7 +142,7 @@ class _Tags(HTMLParser):
 
 
 def test_every_section_is_there_with_its_numbers(tmp_path):
-    report = gather(_run(tmp_path))
+    report = gather(_run(tmp_path), in_detail=True)
     page = render_html(report)
     found = _Tags(page)
     text = " ".join(found.texts)
@@ -157,7 +160,7 @@ def test_every_section_is_there_with_its_numbers(tmp_path):
 
 def test_hostile_names_do_nothing(tmp_path):
     failure = Failure(rank=1, step=3, phase="backward", error=HOSTILE)
-    page = render_html(gather(_run(tmp_path, HOSTILE, failure=failure)))
+    page = render_html(gather(_run(tmp_path, HOSTILE, failure=failure), in_detail=True))
     found = _Tags(page)
     assert page.count("<script") == 1
     assert "script-src 'sha256-" in page
@@ -209,6 +212,56 @@ def test_long_and_wide_runs_stay_small(tmp_path, ranks, steps):
     page = render_html(_long(gather(_run(tmp_path)), ranks, steps))
     assert len(page.encode()) < 2_000_000
     _Tags(page)
+
+
+def test_the_timeline_shows_each_rank_around_the_longest_step(tmp_path):
+    late = (Late(1, 90, 200, 200),)
+    report = gather(write_run(tmp_path, data_parallel(2, 300, late=late)), in_detail=True)
+    strips = report.strips
+    assert strips.first_step <= 200 <= strips.last_step
+    assert strips.last_step - strips.first_step + 1 == 100
+    assert strips.seconds == pytest.approx(99 * 0.010 + 0.100)
+    # What the columns show adds up to what the ranks spent, within a column at each change.
+    for row, rank in enumerate(report.rank_phases):
+        spent = rank.seconds[strips.first_step : strips.last_step + 1].sum(axis=0)
+        columns = np.bincount(strips.phases[row], minlength=len(PHASES))
+        shown = columns * strips.seconds / strips.phases.shape[1]
+        assert shown == pytest.approx(spent, abs=0.03 * spent.sum())
+    waiting, data = (PHASES.index(name) for name in ("waiting", "input"))
+    longest = np.abs(strips.step_ends_s - strips.step_ends_s[200 - strips.first_step]).argmin()
+    middle = int((strips.step_ends_s[longest] - 0.05) / strips.seconds * strips.phases.shape[1])
+    assert strips.phases[:, middle].tolist() == [waiting, data]
+    page = render_html(report)
+    assert "Steps 150 to 249, the longest step of the run among them" in page
+    assert page.count('class="step-end"') == 100
+
+
+def test_a_timeline_of_many_ranks_shows_the_late_ones_and_stays_small(tmp_path):
+    run = write_run(tmp_path, data_parallel(150, 40, late=(Late(77, 20, 10, 30),)))
+    report = gather(run, in_detail=True)
+    assert 60 <= len(report.strips.ranks) <= 64
+    assert 77 in report.strips.ranks
+    page = render_html(report)
+    assert len(page.encode()) < 2_000_000
+    _Tags(page)
+    assert f"{len(report.strips.ranks)} of 150 ranks, the late ones among them" in page
+    assert to_json(report)["efficiency"]["matrix"]["pairs"]
+
+
+def test_a_run_of_one_rank_has_a_timeline_and_no_efficiency(tmp_path):
+    report = gather(write_run(tmp_path, data_parallel(1, 10)), in_detail=True)
+    page = render_html(report)
+    assert "<h2>Timeline</h2>" in page
+    assert "<h2>Efficiency" not in page
+    assert to_json(report)["efficiency"] is None
+
+
+def test_steps_that_a_rank_lost_leave_out_what_needs_them(tmp_path):
+    by_rank = data_parallel(2, 20)
+    by_rank[1] = [event for event in by_rank[1] if event.step < 3]
+    report = gather(write_run(tmp_path, by_rank), in_detail=True)
+    assert report.strips.last_step <= 2
+    _Tags(render_html(report))
 
 
 def test_an_unknown_clock_error_is_said(tmp_path):
@@ -266,7 +319,7 @@ def test_evaluations_are_no_part_of_the_spread_of_step_times(tmp_path):
 
 
 def test_a_run_of_one_rank_and_no_steps_still_has_a_page(tmp_path):
-    report = gather(write_run(tmp_path, [[]]))
+    report = gather(write_run(tmp_path, [[]]), in_detail=True)
     text = " ".join(_Tags(render_html(report)).texts)
     assert "No step was recorded" in text
     assert to_json(report)["steps"] == 0

@@ -19,8 +19,9 @@ from paceline.cli.which_run import chosen_run, run_argument
 def report(run: Path | None, out: Path | None, as_json: bool) -> None:
     """Print a summary of RUN, and write its report as one self-contained HTML page.
 
-    The page has the verdict, what would help, time by phase, skew, step time, prediction against
-    measurement, collectives, memory, and the settings, versions, machine and clocks of the run.
+    The page has the verdict, what would help, time by phase, what each rank did when, skew, waits
+    and who caused them, step time, prediction against measurement, collectives, traffic between
+    ranks, memory, and the settings, versions, machine and clocks of the run.
     Without RUN, the newest run of the current folder, its subfolders and paceline-runs/ is taken.
     """
     from rich.console import Console
@@ -29,7 +30,7 @@ def report(run: Path | None, out: Path | None, as_json: bool) -> None:
     from paceline.report.page.document import write_html
     from paceline.report.terminal import render_terminal
 
-    gathered = gather(chosen_run(run))
+    gathered = gather(chosen_run(run), in_detail=True)
     page = out or gathered.run / "report.html"
     write_html(gathered, page)
     if as_json:

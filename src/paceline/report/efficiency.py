@@ -18,9 +18,13 @@ if TYPE_CHECKING:
 
     from paceline.trace.efficiency import RunComparison, RunEfficiency
     from paceline.trace.efficiency.comparison import Change
+    from paceline.trace.efficiency.matrix import CommunicationMatrix
     from paceline.trace.efficiency.metrics import EfficiencyMetrics
 
+TableRows = tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]  # headings, cells of each row
+
 _ROWS = 10
+_NO_ROWS: frozenset[int] = frozenset()
 _MOST_CHANGES = 24
 _LEAST_GAIN = 0.001  # of a step, to be worth a word
 _LEAST_P_VALUE = 1e-4  # smaller ones say no more
@@ -37,25 +41,33 @@ def render_efficiency(found: RunEfficiency) -> Group:
             f"{format_seconds(found.what_ifs[0].step_s)}; {plural(len(found.overlap), 'rank')}"
         ),
         Text(),
-        _metrics(found.metrics),
+        _table(factor_rows(found.metrics), names=2, bold=frozenset([0])),
         Text(),
-        _what_ifs(found),
+        _table(what_if_rows(found)),
         Text(),
-        _path(found),
+        _table(path_rows(found), names=2),
     ]
     if found.waits.calls:
-        parts += [Text(), _calls(found), Text(), _delays(found)]
+        parts += [Text(), _table(call_rows(found), names=4)]
+        parts += [Text(), _table(delay_rows(found), names=2)]
     parts += [*_overlap(found), *_matrix(found)]
-    if abs(found.replay_error) > _SHOWN_ERROR or found.cut_count:
-        words = (
-            f"The replay of these steps differs from the trace by "
-            f"{format_share(abs(found.replay_error))}"
-        )
-        if found.cut_count:
-            count = plural(found.cut_count, "dependency").replace("dependencys", "dependencies")
-            words += f", and {count} contradicted others"
-        parts += [Text(), Text(f"{words}: scenarios are no better than that.", style="yellow")]
+    if words := replay_words(found):
+        parts += [Text(), Text(words, style="yellow")]
     return Group(*parts)
+
+
+def replay_words(found: RunEfficiency) -> str:
+    """Return how far scenarios can be trusted, where that is worth a word; else nothing."""
+    if abs(found.replay_error) <= _SHOWN_ERROR and not found.cut_count:
+        return ""
+    words = (
+        f"The replay of these steps differs from the trace by "
+        f"{format_share(abs(found.replay_error))}"
+    )
+    if found.cut_count:
+        count = plural(found.cut_count, "dependency").replace("dependencys", "dependencies")
+        words += f", and {count} contradicted others"
+    return f"{words}: scenarios are no better than that."
 
 
 def efficiency_sentence(found: RunEfficiency) -> str:
@@ -81,7 +93,13 @@ def efficiency_sentence(found: RunEfficiency) -> str:
     return f"{words}. A step would be shorter: {scenarios}."
 
 
-def _metrics(metrics: EfficiencyMetrics) -> FittingTable:
+def _table(found: TableRows, *, names: int = 1, bold: frozenset[int] = _NO_ROWS) -> FittingTable:
+    heads, rows = found
+    return FittingTable(heads=heads, rows=rows, names=names, bold=bold)
+
+
+def factor_rows(metrics: EfficiencyMetrics) -> TableRows:
+    """Return headings and rows of the factors of efficiency."""
     rows = (
         ("overall", metrics.overall, "parallel efficiency x I/O efficiency"),
         ("  I/O efficiency", metrics.io, "outside communication, without input and checkpoints"),
@@ -91,15 +109,12 @@ def _metrics(metrics: EfficiencyMetrics) -> FittingTable:
         ("      serialisation", metrics.serialisation, "ranks wait for each other in turn"),
         ("      transfer", metrics.transfer, "data take time to move"),
     )
-    return FittingTable(
-        heads=("efficiency", "which is", "share"),
-        rows=tuple((name, words, format_share(value)) for name, value, words in rows),
-        names=2,
-        bold=frozenset([0]),
-    )
+    shown = tuple((name, words, format_share(value)) for name, value, words in rows)
+    return ("efficiency", "which is", "share"), shown
 
 
-def _what_ifs(found: RunEfficiency) -> FittingTable:
+def what_if_rows(found: RunEfficiency) -> TableRows:
+    """Return headings and rows of what a step takes in each scenario."""
     rows = tuple(
         (
             item.scenario,
@@ -108,10 +123,11 @@ def _what_ifs(found: RunEfficiency) -> FittingTable:
         )
         for item in found.what_ifs
     )
-    return FittingTable(heads=("a step", "takes", "shorter by"), rows=rows)
+    return ("a step", "takes", "shorter by"), rows
 
 
-def _path(found: RunEfficiency) -> FittingTable:
+def path_rows(found: RunEfficiency) -> TableRows:
+    """Return headings and rows of what is on the critical path, the longest first."""
     rows = tuple(
         (
             f"rank {part.rank}",
@@ -121,10 +137,11 @@ def _path(found: RunEfficiency) -> FittingTable:
         )
         for part in found.path.parts[:_ROWS]
     )
-    return FittingTable(heads=("critical path", "phase", "in a step", "of it"), rows=rows, names=2)
+    return ("critical path", "phase", "in a step", "of it"), rows
 
 
-def _calls(found: RunEfficiency) -> FittingTable:
+def call_rows(found: RunEfficiency) -> TableRows:
+    """Return headings and rows of wait states by call, the costliest first."""
     rows = tuple(
         (
             call.state,
@@ -137,11 +154,11 @@ def _calls(found: RunEfficiency) -> FittingTable:
         )
         for call in found.waits.calls[:_ROWS]
     )
-    heads = ("wait state", "call", "group", "phase", "waits", "all ranks", "longest")
-    return FittingTable(heads=heads, rows=rows, names=4)
+    return ("wait state", "call", "group", "phase", "waits", "all ranks", "longest"), rows
 
 
-def _delays(found: RunEfficiency) -> FittingTable:
+def delay_rows(found: RunEfficiency) -> TableRows:
+    """Return headings and rows of who caused waits, by phase, the costliest first."""
     rows = tuple(
         (
             f"rank {cost.rank}",
@@ -152,8 +169,7 @@ def _delays(found: RunEfficiency) -> FittingTable:
         )
         for cost in found.waits.delays[:_ROWS]
     )
-    heads = ("caused by", "phase", "direct", "indirect", "of all waiting")
-    return FittingTable(heads=heads, rows=rows, names=2)
+    return ("caused by", "phase", "direct", "indirect", "of all waiting"), rows
 
 
 def _overlap(found: RunEfficiency) -> list[RenderableType]:
@@ -185,7 +201,21 @@ def _matrix(found: RunEfficiency) -> list[RenderableType]:
         )
         for pair in matrix.pairs[:_ROWS]
     )
-    levels = tuple(
+    heads = ("ranks", "messages", "of messages", "of collectives")
+    parts: list[RenderableType] = [
+        Text(),
+        FittingTable(heads=heads, rows=rows),
+        Text(),
+        FittingTable(heads=("links", *heads[1:]), rows=level_rows(matrix)),
+    ]
+    if words := matrix_words(matrix):
+        parts.append(Text(words))
+    return parts
+
+
+def level_rows(matrix: CommunicationMatrix) -> tuple[tuple[str, ...], ...]:
+    """Return rows of volume by level of links: level, messages, their bytes, collectives' bytes."""
+    return tuple(
         (
             f"within a {level.level}" if level.level == "node" else level.level,
             f"{level.messages:,}",
@@ -194,17 +224,14 @@ def _matrix(found: RunEfficiency) -> list[RenderableType]:
         )
         for level in matrix.levels
     )
-    heads = ("ranks", "messages", "of messages", "of collectives")
-    parts: list[RenderableType] = [
-        Text(),
-        FittingTable(heads=heads, rows=rows),
-        Text(),
-        FittingTable(heads=("links", *heads[1:]), rows=levels),
-    ]
-    if matrix.algorithms:
-        known = ", ".join(f"{name} as {how}" for name, how in sorted(matrix.algorithms.items()))
-        parts.append(Text(printable(f"bytes of collectives between pairs are computed: {known}")))
-    return parts
+
+
+def matrix_words(matrix: CommunicationMatrix) -> str:
+    """Return how bytes of collectives were laid on pairs; nothing without collectives."""
+    if not matrix.algorithms:
+        return ""
+    known = ", ".join(f"{name} as {how}" for name, how in sorted(matrix.algorithms.items()))
+    return printable(f"Bytes of collectives between pairs are computed: {known}.")
 
 
 def render_run_comparison(found: RunComparison) -> Group:

@@ -53,12 +53,19 @@ from paceline.trace.analysis.nans import NanValue
 from paceline.trace.analysis.phases import RankPhases, step_time_s
 from paceline.trace.analysis.pipeline import PipelineUse
 from paceline.trace.analysis.shifts import Shift
+from paceline.trace.efficiency import (
+    PhaseStrips,
+    RunEfficiency,
+    measure_efficiency,
+    phase_strips,
+)
 from paceline.trace.format.events import RECV, SEND, SYNCHRONISING
 from paceline.trace.merge import Trace, load_run
 from paceline.trace.merge.steps import StepRule
 
 if TYPE_CHECKING:
     from paceline.core.plan import CollectivesChoice
+    from paceline.trace.analysis import Analysis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -93,6 +100,9 @@ class Report:
         spilling: what a memory budget took; None without one, and where all fits.
         data: what the nodes that served its packs did; None without such nodes.
         planned_step: of the rank with the budget's figures, if it left its plan.
+        efficiency: what the ranks waited for, and what would make steps shorter; None where it was
+            not asked for, of one rank, and where no steps were recorded by all ranks.
+        strips: what each rank did when; None where it was not asked for, or without steps.
     """
 
     run: Path
@@ -120,6 +130,8 @@ class Report:
     spilling: Spilling | None = None
     planned_step: PlannedStep | None = None
     data: DataUse | None = None
+    efficiency: RunEfficiency | None = None
+    strips: PhaseStrips | None = None
 
     @property
     def words(self) -> str:
@@ -176,8 +188,13 @@ class Report:
         return max(rank.status.peak_memory_bytes for rank in self.trace.ranks)
 
 
-def gather(run: Path) -> Report:
+def gather(run: Path, *, in_detail: bool = False) -> Report:
     """Return the report of the run in folder `run`, or of the demo's run in the demo's folder.
+
+    Args:
+        run: the folder.
+        in_detail: whether to find `Report.efficiency` and `Report.strips` too, which takes twice as
+            long as the rest.
 
     Raises:
         NotFound: there is no run, or it recorded nothing.
@@ -269,7 +286,18 @@ def gather(run: Path) -> Report:
         spilling=spilled,
         planned_step=step,
         data=data,
+        efficiency=_efficiency(analysis) if in_detail else None,
+        strips=phase_strips(analysis) if in_detail else None,
     )
+
+
+def _efficiency(analysis: Analysis) -> RunEfficiency | None:
+    if len(analysis.phases) < 2:
+        return None
+    try:
+        return measure_efficiency(analysis)
+    except NotFound:  # no step, or lost ones: the page has other figures
+        return None
 
 
 def _traces(run: Path, result: RunResult | None) -> Trace:
@@ -363,6 +391,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "bubble": _plain(report.bubble),
         "spilling": _plain(report.spilling),
         "data": _plain(report.data),
+        "efficiency": _plain(report.efficiency),
         "stragglers": [_plain(straggler) for straggler in report.stragglers],
         "shifts": [_plain(shift) for shift in report.shifts],
         "ranks": [

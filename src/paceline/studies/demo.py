@@ -214,7 +214,7 @@ def run_demo(
     trained = _train(run, injection, seed, machine, plan, clock, on_status)
     after = cpu_use()
     foreign_cores = after.foreign_cores(before) if before and after else None
-    report = gather(run)
+    report = gather(run, in_detail=True)
     page = run / "report.html"
     write_html(report, page)
     result = dataclasses.replace(

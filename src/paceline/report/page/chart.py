@@ -38,7 +38,7 @@ _AXIS_NAMES = {
     "%": "percent of jobs",
     "% of bytes": "percent of bytes",
 }
-_WHOLE = ("step", "ranks")  # units of which there are no parts
+_WHOLE = ("step", "ranks", "receiving rank")  # units of which there are no parts
 # Values are kept as logarithms in two bytes: 1 ns to 10,000 s, within 0.03 %; 0 stands for 0.
 _LEAST_S, _DECADES = 1e-9, 13
 

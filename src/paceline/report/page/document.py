@@ -16,6 +16,7 @@ from paceline import __version__
 from paceline.core.files import check_replaceable, commit_text
 from paceline.report.page import (
     data_nodes,
+    efficiency,
     memory,
     out_of_core,
     overview,
@@ -23,6 +24,7 @@ from paceline.report.page import (
     prediction,
     provenance,
     skew,
+    strips,
     times,
     traffic,
 )
@@ -65,12 +67,15 @@ def render_html(report: Report) -> str:
             overview.advice(report),
             overview.key_figures(report),
             times.by_phase(report),
+            strips.timeline(report),
             skew.skew_by_step(report),
+            efficiency.efficiency(report),
             pipeline.batches(report),
             times.by_step(report),
             times.host_work(report),
             prediction.typical_step(report),
             traffic.collectives(report),
+            efficiency.matrix(report),
             data_nodes.nodes(report),
             memory.peaks(report),
             out_of_core.transfers(report),

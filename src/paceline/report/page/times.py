@@ -9,7 +9,7 @@ import numpy as np
 from paceline.core.breakdown import PHASES
 from paceline.report.page.by_rank import time_bars
 from paceline.report.page.by_step import LINES, step_lines
-from paceline.report.page.chart import COLUMNS, ROWS, blocks, render
+from paceline.report.page.chart import COLUMNS, render
 from paceline.report.page.markup import details, section, table
 from paceline.report.units import (
     format_seconds,
@@ -19,6 +19,7 @@ from paceline.report.units import (
     shown_parts,
 )
 from paceline.report.words import STEP_RULES, phase_label
+from paceline.trace.efficiency.strips import shown_ranks
 from paceline.trace.merge.steps import StepRule
 
 if TYPE_CHECKING:
@@ -63,13 +64,8 @@ def by_phase(report: Report) -> str:
 
 
 def _shown_ranks(report: Report) -> list[RankPhases]:
-    """Return at most `ROWS` ranks: spread over all of them, and those that were late."""
-    count = len(report.rank_phases)
-    if count <= ROWS:
-        return list(report.rank_phases)
-    late = {straggler.rank for straggler in report.stragglers[: ROWS // 2]}
-    spread = blocks(count, ROWS - len(late))[:-1].tolist()
-    return [rank for i, rank in enumerate(report.rank_phases) if i in spread or rank.rank in late]
+    ranks = [rank.rank for rank in report.rank_phases]
+    return [report.rank_phases[i] for i in shown_ranks(ranks, report.stragglers)]
 
 
 def by_step(report: Report) -> str:

@@ -5,6 +5,7 @@
     path, what_if  the critical path across ranks; steps with free communication, balanced load
     overlap        communication hidden behind computing
     matrix         bytes and messages by pair of ranks, volume by level of links
+    strips         what each rank did when, in columns of equal time
     comparison     what became slower from one run to another
 
 `dependencies` says on whom each wait depended, `graph` and `replay` what happens when parts take
@@ -13,5 +14,13 @@ less. All are functions of an Analysis.
 
 from paceline.trace.efficiency.comparison import RunComparison, compare_runs
 from paceline.trace.efficiency.measure import RunEfficiency, measure_efficiency
+from paceline.trace.efficiency.strips import PhaseStrips, phase_strips
 
-__all__ = ["RunComparison", "RunEfficiency", "compare_runs", "measure_efficiency"]
+__all__ = [
+    "PhaseStrips",
+    "RunComparison",
+    "RunEfficiency",
+    "compare_runs",
+    "measure_efficiency",
+    "phase_strips",
+]
