@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MOST_RANKS = 64
 MOST_STEPS, LEAST_STEPS = 100, 8
 NO_PHASE = -1
-# Columns of all ranks together, of one rank, and of a step, in which its phases can be told apart.
+# Columns of all ranks together, of one rank, and of a step, enough to see its phases.
 _ALL_COLUMNS, _MOST_COLUMNS, _STEP_COLUMNS = 20_000, 4_000, 40
 
 
