@@ -115,6 +115,7 @@ NB_MODULE(_native, module) {
   paceline::bind_fuse(module);
   paceline::bind_in_place(module);
   paceline::bind_jpeg(module);
+  paceline::bind_otf2(module);
   paceline::bind_pack_reader(module);
   paceline::bind_node_reader(module);
   paceline::bind_pack_writer(module);

@@ -52,6 +52,7 @@ void bind_fuse(nanobind::module_& module);
 void bind_in_place(nanobind::module_& module);
 void bind_jpeg(nanobind::module_& module);
 void bind_node_reader(nanobind::module_& module);
+void bind_otf2(nanobind::module_& module);
 void bind_pack_reader(nanobind::module_& module);
 void bind_pack_writer(nanobind::module_& module);
 void bind_peers(nanobind::module_& module);

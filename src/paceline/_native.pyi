@@ -191,6 +191,9 @@ def decode_jpeg_part(
     denominator: int,
     out: NDArray[numpy.uint8],
 ) -> bool: ...
+def write_otf2_events(
+    library: str, writer: int, spans: object, records: object
+) -> tuple[int, int, int, bool]: ...
 
 PACK_FORMAT_VERSION: int = 3
 

@@ -102,6 +102,7 @@ __all__ = [
     "LmdbRecords",
     "MergedNames",
     "NameMerger",
+    "Otf2Written",
     "PackEntry",
     "PackReader",
     "PeerLink",
@@ -753,3 +754,39 @@ class PeerServer(_native.PeerServer):
     def stats(self) -> PeerStats:
         """Return what was served so far."""
         return PeerStats(*super().stats())
+
+
+class Otf2Written(NamedTuple):
+    """What was written of a location.
+
+    Attributes:
+        events: number of OTF2's events.
+        clipped: spans that ended after the span around them, and were cut there.
+        error: OTF2's first error; 0 for none.
+    """
+
+    events: int
+    clipped: int
+    error: int
+
+
+def write_otf2_events(
+    library: str, writer: int, spans: NDArray[np.void], records: NDArray[np.void]
+) -> Otf2Written:
+    """Write the events of a location to an OTF2 archive, in order of time.
+
+    Args:
+        library: path or name of OTF2's C library.
+        writer: address of the location's event writer.
+        spans: regions, rows of otf2_events.hpp's `Otf2Span`, by (begin, -end).
+        records: at moments, rows of its `Otf2Record`, by time, those first that end something.
+
+    Raises:
+        Missing: the library lacks a function of OTF2 3.
+    Cost: one call of OTF2 per event, without the GIL.
+    """
+    events, clipped, error, loaded = _native.write_otf2_events(library, writer, spans, records)
+    if not loaded:
+        fix = "Install OTF2 3: pip install 'paceline[otf2]'"
+        raise Missing("OTF2 cannot be used", where=library, why="it lacks functions", fix=fix)
+    return Otf2Written(events, clipped, error)

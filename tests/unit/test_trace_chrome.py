@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from traces import MS, Event, Late, data_parallel, write_run
 
-from paceline.trace.chrome import chrome_json
+from paceline.trace.export.chrome import chrome_json
 from paceline.trace.format.events import COMMUNICATION, DRAIN, NOT_RUNNING, Kind
 from paceline.trace.merge import load_run
 

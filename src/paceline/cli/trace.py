@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from paceline.cli.output import warn
 from paceline.cli.which_run import chosen_run, run_argument
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from paceline.trace.export.source import ExportSummary
+    from paceline.trace.merge import Trace
+
+_LINE_INTERVAL_S = 5.0
 
 
 @click.group(epilog="Example: paceline trace export RUN --format chrome")
@@ -15,44 +27,109 @@ def trace() -> None:
     """Summarise and export a run's traces."""
 
 
+# Where a format is written within the run's folder, and what opens it.
+_FORMATS = {
+    "chrome": ("trace.json", "open it at https://ui.perfetto.dev"),
+    "otf2": ("otf2", "open it with Vampir, Scalasca or otf2-print"),
+}
+
+
 @trace.command(
-    short_help="Write all ranks' events to one file.",
-    epilog="Example: paceline trace export RUN --format chrome --out train.json",
+    short_help="Write all ranks' events for other tools.",
+    epilog="Example: paceline trace export RUN --format otf2 --out train",
 )
 @run_argument
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["chrome"]),
+    type=click.Choice(list(_FORMATS)),
     default="chrome",
     show_default=True,
-    help="chrome: JSON that ui.perfetto.dev opens.",
+    help="chrome: JSON that ui.perfetto.dev opens. otf2: an archive for Vampir, Scalasca, Cube "
+    "(needs paceline[otf2]).",
 )
 @click.option(
-    "--out", type=click.Path(path_type=Path), help="File to write [default: RUN/trace.json]."
+    "--out",
+    type=click.Path(path_type=Path),
+    help="File to write, or folder for otf2 [default: in RUN, and replaced if it is there].",
 )
-def export(run: Path | None, form: str, out: Path | None) -> None:
-    """Write the events of all ranks of RUN, on one clock, to one file.
+@click.option("--no-counters", is_flag=True, help="Leave counters out: some readers fail at them.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def export(run: Path | None, form: str, out: Path | None, no_counters: bool, as_json: bool) -> None:
+    """Write the events of all ranks of RUN, on one clock, in the format of another tool.
 
     Without RUN, the newest run of the current folder, its subfolders and paceline-runs/ is taken.
     """
     from paceline.core.errors import DestinationExists, NotFound
-    from paceline.core.files import commit_chunks
     from paceline.runs.folder import RunFolder
-    from paceline.trace.chrome import chrome_json
     from paceline.trace.merge import load_run
 
-    assert form == "chrome"
     folder = RunFolder.open(chosen_run(run)).path
-    path = out or folder / "trace.json"
+    name, reader = _FORMATS[form]
+    path = out or folder / name
     if out is not None and out.exists():
         raise DestinationExists(
-            "the file exists and is not overwritten", where=str(out), fix="Choose another file"
+            "it exists and is not overwritten", where=str(out), fix="Choose another name"
         )
     if not path.parent.is_dir():
         raise NotFound("no such folder", where=str(path.parent), fix="Make it first")
-    commit_chunks(path, (piece.encode() for piece in chrome_json(load_run(folder))))
-    click.echo(f"trace: {path}; open it at https://ui.perfetto.dev", err=True)
+    merged = load_run(folder)
+    with _rank_progress(len(merged.ranks)) as on_rank:
+        done = _write(form, merged, path, counters=not no_counters, on_rank=on_rank)
+    warn(done.cautions)
+    if as_json:
+        click.echo(
+            json.dumps(
+                {
+                    "kind": "export",
+                    "version": 1,
+                    "format": form,
+                    "path": str(done.path),
+                    "ranks": done.ranks,
+                    "events": done.events,
+                    "cautions": done.cautions,
+                }
+            )
+        )
+    click.echo(f"trace: {done.path}; {reader}", err=True)
+
+
+def _write(
+    form: str, merged: Trace, path: Path, *, counters: bool, on_rank: Callable[[int], None]
+) -> ExportSummary:
+    """Write a trace in one of the formats; what a format needs is imported with it."""
+    if form == "otf2":
+        from paceline.trace.export.otf2 import write_otf2
+
+        return write_otf2(merged, path, counters=counters, on_rank=on_rank)
+    from paceline.trace.export.chrome import write_chrome
+
+    return write_chrome(merged, path, counters=counters, on_rank=on_rank)
+
+
+@contextlib.contextmanager
+def _rank_progress(ranks: int) -> Iterator[Callable[[int], None]]:
+    """Yield a callback that shows how many ranks are written: a bar on a terminal, else lines."""
+    from paceline.core.clock import SystemClock
+
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("exporting ranks", total=ranks)
+            yield lambda done: bar.update(task, completed=done)
+        return
+    clock = SystemClock()
+    shown_s = clock.now_s()
+
+    def show(done: int) -> None:
+        nonlocal shown_s
+        if clock.now_s() - shown_s >= _LINE_INTERVAL_S:
+            shown_s = clock.now_s()
+            click.echo(f"exporting: {done} of {ranks} ranks", err=True)
+
+    yield show
 
 
 @trace.command(

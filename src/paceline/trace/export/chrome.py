@@ -4,21 +4,26 @@ Times are microseconds on the run's one clock, from 0. Events of a thread are ne
 wants them on one track. Collectives and messages overlap, so those in flight at the same time
 get tracks of their own. The text is produced in chunks, since it may be larger than memory.
 
-Format: Trace Event Format, Google, 2016 (phases X, M and C).
+An arrow leads from each send to its receive.
+
+Format: Trace Event Format, Google, 2016 (phases X, M, C, s and f).
 """
 
 from __future__ import annotations
 
 import heapq
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from paceline.trace.format.events import MAIN, Kind, LocationType
+from paceline.core.files import commit_chunks
+from paceline.trace.export.source import ExportSummary
+from paceline.trace.format.events import BY_RUN, MAIN, Kind, LocationType
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from paceline.trace.format.files import RankTrace
     from paceline.trace.merge import Trace
@@ -27,17 +32,94 @@ if TYPE_CHECKING:
 _FIRST_TRACK = 10_000  # of locations other than the main thread and communication
 
 
+def write_chrome(
+    trace: Trace,
+    path: Path,
+    *,
+    counters: bool = True,
+    on_rank: Callable[[int], None] | None = None,
+) -> ExportSummary:
+    """Write a run as one file.
+
+    Args:
+        trace: the run's traces.
+        path: of the file; one that is there is replaced.
+        counters: whether they are written.
+        on_rank: is called with the number of ranks that are written, after each.
+
+    Raises:
+        StorageError: the file cannot be written; what was there before is unchanged.
+    """
+    count = 0
+
+    def counted() -> Iterator[dict[str, Any]]:
+        nonlocal count
+        for event in _events(trace, counters=counters, on_rank=on_rank):
+            count += event["ph"] != "M"
+            yield event
+
+    commit_chunks(path, (text.encode() for text in _text(trace, counted())))
+    return ExportSummary(path=path, ranks=len(trace.ranks), events=count)
+
+
 def chrome_json(trace: Trace) -> Iterator[str]:
     """Yield the trace as parts of one JSON text."""
-    information = {"world_size": trace.world_size, "ranks": [rank.rank for rank in trace.ranks]}
+    return _text(trace, _events(trace, counters=True, on_rank=None))
+
+
+def _text(trace: Trace, events: Iterator[dict[str, Any]]) -> Iterator[str]:
+    ranks = [rank.rank for rank in trace.ranks]
+    information: dict[str, Any] = {"rank": ranks[0], "world_size": trace.world_size}
+    if any(BY_RUN in rank.names for rank in trace.ranks):
+        information["backend"] = "mpi"
+    information["ranks"] = ranks
     yield f'{{"displayTimeUnit":"ms","distributedInfo":{json.dumps(information)},"traceEvents":[\n'
-    start_ns = _start_ns(trace)
     before = ""
-    for rank, clock in zip(trace.ranks, trace.clocks, strict=True):
-        for event in _rank_events(rank, clock, start_ns):
-            yield before + json.dumps(event, separators=(",", ":"))
-            before = ",\n"
+    for event in events:
+        yield before + json.dumps(event, separators=(",", ":"))
+        before = ",\n"
     yield "\n]}\n"
+
+
+def _events(
+    trace: Trace, *, counters: bool, on_rank: Callable[[int], None] | None
+) -> Iterator[dict[str, Any]]:
+    start_ns = _start_ns(trace)
+    for index, (rank, clock) in enumerate(zip(trace.ranks, trace.clocks, strict=True)):
+        for event in _rank_events(rank, clock, start_ns, _flows(trace, index)):
+            if counters or event["ph"] != "C":
+                yield event
+        if on_rank is not None:
+            on_rank(index + 1)
+
+
+class _Flow(NamedTuple):
+    """The arrow of a message: its number, and when it leaves the send or reaches the receive."""
+
+    number: int
+    at_ns: int
+    sends: bool
+
+
+def _flows(trace: Trace, index: int) -> dict[int, _Flow]:
+    """Return the arrows of a rank's messages whose other side is known, by the event's row."""
+    matches, events = trace.matches, trace.ranks[index].events
+    own = matches.messages_of(index)
+    messages = matches.messages[own]
+    rows = np.flatnonzero(np.isin(events["kind"], (Kind.SEND, Kind.RECV)))
+    rows = rows[np.argsort(events["begin_ns"][rows], kind="stable")]  # as `messages` are ordered
+    matched = np.flatnonzero(messages["partner"] >= 0)
+    partners = messages["partner"][matched]
+    sends = messages["sends"][matched]
+    numbers = np.where(sends, own.start + matched, partners)
+    entered = matches.messages["enter_ns"]
+    # An arrow ends within the receive, which may have been issued before the send.
+    at_ns = np.maximum(entered[own.start + matched], entered[np.where(sends, 0, partners)] * ~sends)
+    columns = (rows[matched], numbers, at_ns, sends)
+    return {
+        row: _Flow(number, at, bool(is_send))
+        for row, number, at, is_send in zip(*(column.tolist() for column in columns), strict=True)
+    }
 
 
 def _start_ns(trace: Trace) -> int:
@@ -51,7 +133,7 @@ def _start_ns(trace: Trace) -> int:
 
 
 def _rank_events(
-    rank: RankTrace, clock: ClockCorrection, start_ns: int
+    rank: RankTrace, clock: ClockCorrection, start_ns: int, flows: dict[int, _Flow]
 ) -> Iterator[dict[str, Any]]:
     yield _metadata("process_name", rank.rank, 0, name=f"rank {rank.rank}")
     yield _metadata("process_sort_index", rank.rank, 0, sort_index=rank.rank)
@@ -63,7 +145,8 @@ def _rank_events(
     events = rank.events
     order = np.lexsort((-events["end_ns"].astype(np.int64), events["begin_ns"]))
     tracks = _Tracks()
-    for event in events[order]:
+    for row in order.tolist():
+        event = events[row]
         kind = Kind(event["kind"])
         track = int(event["location"])
         begin_ns = clock.to_run_ns(int(event["begin_ns"])) - start_ns
@@ -88,6 +171,9 @@ def _rank_events(
             "cat": kind.name.lower(),
             "args": _arguments(rank, event),
         }
+        if (flow := flows.get(row)) is not None:
+            at_ns = min(max(flow.at_ns - start_ns, begin_ns), end_ns)
+            yield _flow(rank.rank, track, flow, _microseconds(at_ns))
 
 
 def _is_own_track(rank: RankTrace, location: int) -> bool:
@@ -114,6 +200,12 @@ def _counter(rank: RankTrace, event: np.void, ts: float) -> dict[str, Any]:
     name = rank.names[event["name"]]
     value = {"value": int(event["amount"])}
     return {"ph": "C", "pid": rank.rank, "tid": 0, "ts": ts, "name": name, "args": value}
+
+
+def _flow(pid: int, tid: int, flow: _Flow, ts: float) -> dict[str, Any]:
+    event: dict[str, Any] = {"ph": "s" if flow.sends else "f", "pid": pid, "tid": tid, "ts": ts}
+    event |= {"id": flow.number, "name": "message", "cat": "message", "args": {}}
+    return event if flow.sends else {**event, "bp": "e"}
 
 
 def _metadata(what: str, pid: int, tid: int, **arguments: object) -> dict[str, Any]:
