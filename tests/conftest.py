@@ -32,7 +32,7 @@ ALLOWED_SKIPS = (
     "no glibc here",
     "no namespaces of process ids here",
     "no network namespaces here",
-    "no library here of which `make test` has no other use",  # h5py, OpenCV, pyarrow
+    "no library here of which `make test` has no other use",  # h5py, OpenCV
     "no published traces here",
     "no environment with Keras is named",  # 1.5 GB, beside the project's own
     "timm is not installed",  # it needs torchvision; pip install --no-deps timm is enough here

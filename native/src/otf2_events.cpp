@@ -128,6 +128,7 @@ Otf2Written write_otf2_events(const char* library, void* writer, std::span<const
       const Otf2Span& next = spans[span++];
       const bool cut = next.end_ns > leaves;
       written.clipped += cut ? 1 : 0;
+      written.clipped_ns += cut ? next.end_ns - leaves : 0;
       open.push_back({cut ? leaves : next.end_ns, next.region});
       error = otf2.enter(writer, nullptr, enters, next.region);
     } else {

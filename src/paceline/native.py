@@ -762,11 +762,13 @@ class Otf2Written(NamedTuple):
     Attributes:
         events: number of OTF2's events.
         clipped: spans that ended after the span around them, and were cut there.
+        clipped_ns: by so much in all.
         error: OTF2's first error; 0 for none.
     """
 
     events: int
     clipped: int
+    clipped_ns: int
     error: int
 
 
@@ -785,8 +787,9 @@ def write_otf2_events(
         Missing: the library lacks a function of OTF2 3.
     Cost: one call of OTF2 per event, without the GIL.
     """
-    events, clipped, error, loaded = _native.write_otf2_events(library, writer, spans, records)
+    found = _native.write_otf2_events(library, writer, spans, records)
+    events, clipped, clipped_ns, error, loaded = found
     if not loaded:
         fix = "Install OTF2 3: pip install 'paceline[otf2]'"
         raise Missing("OTF2 cannot be used", where=library, why="it lacks functions", fix=fix)
-    return Otf2Written(events, clipped, error)
+    return Otf2Written(events, clipped, clipped_ns, error)

@@ -11,10 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from launching import paceline
+from otf2_archives import check_archive
 
 from paceline.launch.mpi import _launcher_interface, mpi_of_command
 from paceline.runs.folder import RunFolder
 from paceline.trace.analysis import analyse
+from paceline.trace.export.otf2 import write_otf2
 from paceline.trace.format.events import WAIT_ALL, Kind
 from paceline.trace.merge import load_run
 
@@ -82,6 +84,13 @@ def check_ring(trace, ranks, rounds):
     assert not trace.matches.mismatch_count
 
 
+def check_export(trace, folder):
+    """Check that tools of others find in the run's OTF2 archive what the trace says."""
+    done = write_otf2(trace, folder / "otf2")
+    assert done.cautions == ()
+    return check_archive(done.path, trace)
+
+
 def test_a_ring_of_an_mpi_program_is_recorded_exactly(tmp_path):
     program = build(tmp_path, "ring.c")
     plain = subprocess.run(
@@ -93,6 +102,7 @@ def test_a_ring_of_an_mpi_program_is_recorded_exactly(tmp_path):
     trace = load_run(tmp_path / "RUN")
     check_ring(trace, 2, 12)
     assert trace.step_rule == "repeated collectives"
+    check_export(trace, tmp_path)
     analysis = analyse(trace)
     assert analysis.steps == 12
     operations = {(line.operation, line.group): line.count for line in analysis.traffic}
@@ -198,6 +208,10 @@ def test_every_kind_of_call(tmp_path, mpi, ranks):
         assert WAIT_ALL in rank.names
     assert analyse(trace).steps == 1
     assert trace.step_rule == "whole run"
+    archive = check_export(trace, tmp_path)
+    for events in archive.events.values():
+        accesses = [event for event in events if type(event).__name__.startswith("RmaP")]
+        assert [event.bytes for event in accesses] == [40]
 
 
 @campaign
@@ -225,6 +239,7 @@ def test_mpi4py(tmp_path, mpi):
     script = PROGRAMS / "messages.py"
     _, trace = run(tmp_path, sys.executable, script, bin_folder=mpi, env=env)
     assert bytes_by_pair(trace, 7) == {(0, 1): 80, (1, 0): 160}
+    check_export(trace, tmp_path)
     assert (trace.matches.messages["partner"] >= 0).all()
     if mpi == BIN:
         done = paceline(tmp_path, "run", "--mpi", "-n", 2, "--out", "RUN2", "--", script)

@@ -7,7 +7,7 @@ import pytest
 from traces import MS, Event, Late, data_parallel, write_run
 
 from paceline.trace.export.chrome import chrome_json
-from paceline.trace.format.events import COMMUNICATION, DRAIN, NOT_RUNNING, Kind
+from paceline.trace.format.events import BY_RUN, COMMUNICATION, DRAIN, NOT_RUNNING, Kind
 from paceline.trace.merge import load_run
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "chrome.json"
@@ -59,7 +59,7 @@ def test_what_is_exported_follows_the_format(tmp_path, by_rank):
     begins = []
     for event in data["traceEvents"]:
         assert {"ph", "pid", "tid", "ts", "name", "args"} <= event.keys()
-        assert event["ph"] in {"X", "M", "C"}
+        assert event["ph"] in {"X", "M", "C", "s", "f"}
         assert event["pid"] in range(len(by_rank))
         assert isinstance(event["name"], str)
         track = (event["pid"], event["tid"])
@@ -79,6 +79,57 @@ def test_what_is_exported_follows_the_format(tmp_path, by_rank):
     assert min(begins) == 0
     count = sum(event.kind is not Kind.COUNTER for events in by_rank for event in events)
     assert len(begins) == count
+
+
+def _messages():
+    """Two messages from rank 0 to rank 1: the receive of the first is issued before its send."""
+    fields = {"location": COMMUNICATION, "group": "world", "members": (0, 1), "amount": 8, "tag": 4}
+
+    def message(kind, begin_ms, end_ms, peer, sequence):
+        span = begin_ms * MS, end_ms * MS
+        return Event(kind, *span, kind.name.lower(), 0, peer=peer, sequence=sequence, **fields)
+
+    return [
+        [message(Kind.SEND, 10, 11, 1, 1), message(Kind.SEND, 12, 13, 1, 2)],
+        [message(Kind.RECV, 5, 12, 0, 1), message(Kind.RECV, 15, 16, 0, 2)],
+    ]
+
+
+def test_an_arrow_leads_from_a_send_to_its_receive(tmp_path):
+    lost = Event(Kind.RECV, 20 * MS, 21 * MS, "recv", group="world", peer=0, sequence=3)
+    sends, receives = _messages()
+    events = json.loads(_export(tmp_path, [sends, [*receives, lost]]))["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    arrows = {"s": {}, "f": {}}
+    for event in events:
+        if event["ph"] in arrows:
+            assert event["id"] not in arrows[event["ph"]]
+            arrows[event["ph"]][event["id"]] = event
+    assert arrows["s"].keys() == arrows["f"].keys()
+    assert len(arrows["s"]) == 2  # the receive without a send has none
+    for number, begin in arrows["s"].items():
+        end = arrows["f"][number]
+        assert (begin["pid"], end["pid"]) == (0, 1)
+        assert (begin["name"], begin["cat"]) == (end["name"], end["cat"])  # or they do not join
+        assert begin["ts"] <= end["ts"]
+        assert end["bp"] == "e"  # of the slice around it
+        for event in (begin, end):
+            around = [
+                s
+                for s in slices
+                if (s["pid"], s["tid"]) == (event["pid"], event["tid"])
+                and s["ts"] <= event["ts"] <= s["ts"] + s["dur"]
+            ]
+            assert len(around) == 1
+    assert sorted(event["ts"] for event in arrows["f"].values()) == [5000, 10000]
+
+
+def test_what_ran_is_told(tmp_path):
+    information = json.loads(_export(tmp_path, _small_run()))["distributedInfo"]
+    assert information == {"rank": 0, "world_size": 2, "ranks": [0, 1]}
+    end = Event(Kind.STEP, 5 * MS, 20 * MS, BY_RUN)
+    information = json.loads(_export(tmp_path / "mpi", [[end], [end]]))["distributedInfo"]
+    assert information["backend"] == "mpi"
 
 
 def test_collectives_carry_what_they_moved(tmp_path):

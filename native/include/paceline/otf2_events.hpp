@@ -57,6 +57,7 @@ static_assert(sizeof(Otf2Record) == 48);
 struct Otf2Written {
   std::uint64_t events = 0;   // of OTF2
   std::uint64_t clipped = 0;  // spans that ended after the span around them, and were cut there
+  std::uint64_t clipped_ns = 0;  // by so much in all
   int error = 0;              // the first error of OTF2; 0 for none. The rest was not written
   bool loaded = false;        // whether the library has what is needed
 };

@@ -31,6 +31,9 @@ def trace() -> None:
 _FORMATS = {
     "chrome": ("trace.json", "open it at https://ui.perfetto.dev"),
     "otf2": ("otf2", "open it with Vampir, Scalasca or otf2-print"),
+    "parquet": ("trace.parquet", "a row per event"),
+    "csv": ("trace.csv", "a row per event"),
+    "chakra": ("chakra", "a graph per rank, for ASTRA-sim and other simulators"),
 }
 
 
@@ -46,12 +49,13 @@ _FORMATS = {
     default="chrome",
     show_default=True,
     help="chrome: JSON that ui.perfetto.dev opens. otf2: an archive for Vampir, Scalasca, Cube "
-    "(needs paceline[otf2]).",
+    "(needs paceline[otf2]). parquet, csv: a table with a row per event (parquet needs "
+    "paceline[parquet]). chakra: a graph per rank for simulators.",
 )
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="File to write, or folder for otf2 [default: in RUN, and replaced if it is there].",
+    help="File to write; folder for otf2 and chakra [default: in RUN, replaced if it is there].",
 )
 @click.option("--no-counters", is_flag=True, help="Leave counters out: some readers fail at them.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
@@ -102,6 +106,15 @@ def _write(
         from paceline.trace.export.otf2 import write_otf2
 
         return write_otf2(merged, path, counters=counters, on_rank=on_rank)
+    if form == "chakra":  # it has no counters
+        from paceline.trace.export.chakra import write_chakra
+
+        return write_chakra(merged, path, on_rank=on_rank)
+    if form in ("parquet", "csv"):
+        from paceline.trace.export.table import write_csv, write_parquet
+
+        write = write_csv if form == "csv" else write_parquet
+        return write(merged, path, counters=counters, on_rank=on_rank)
     from paceline.trace.export.chrome import write_chrome
 
     return write_chrome(merged, path, counters=counters, on_rank=on_rank)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from paceline.core.files import commit_chunks
-from paceline.trace.export.source import ExportSummary
+from paceline.trace.export.source import ExportSummary, first_ns, message_rows
 from paceline.trace.format.events import BY_RUN, MAIN, Kind, LocationType
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _text(trace: Trace, events: Iterator[dict[str, Any]]) -> Iterator[str]:
 def _events(
     trace: Trace, *, counters: bool, on_rank: Callable[[int], None] | None
 ) -> Iterator[dict[str, Any]]:
-    start_ns = _start_ns(trace)
+    start_ns = first_ns(trace)
     for index, (rank, clock) in enumerate(zip(trace.ranks, trace.clocks, strict=True)):
         for event in _rank_events(rank, clock, start_ns, _flows(trace, index)):
             if counters or event["ph"] != "C":
@@ -103,11 +103,9 @@ class _Flow(NamedTuple):
 
 def _flows(trace: Trace, index: int) -> dict[int, _Flow]:
     """Return the arrows of a rank's messages whose other side is known, by the event's row."""
-    matches, events = trace.matches, trace.ranks[index].events
+    matches = trace.matches
     own = matches.messages_of(index)
-    messages = matches.messages[own]
-    rows = np.flatnonzero(np.isin(events["kind"], (Kind.SEND, Kind.RECV)))
-    rows = rows[np.argsort(events["begin_ns"][rows], kind="stable")]  # as `messages` are ordered
+    messages, rows = matches.messages[own], message_rows(trace, index)
     matched = np.flatnonzero(messages["partner"] >= 0)
     partners = messages["partner"][matched]
     sends = messages["sends"][matched]
@@ -120,16 +118,6 @@ def _flows(trace: Trace, index: int) -> dict[int, _Flow]:
         row: _Flow(number, at, bool(is_send))
         for row, number, at, is_send in zip(*(column.tolist() for column in columns), strict=True)
     }
-
-
-def _start_ns(trace: Trace) -> int:
-    """Return when the run's first event began, on the run's clock."""
-    begins = [
-        clock.to_run_ns(int(rank.events["begin_ns"].min()))
-        for rank, clock in zip(trace.ranks, trace.clocks, strict=True)
-        if len(rank.events)
-    ]
-    return min(begins, default=0)
 
 
 def _rank_events(

@@ -112,7 +112,8 @@ class _Writing:
         self.first_ns: int | None = None
         self.last_ns = 0
         self.realtime_offset_ns = 0  # from the run's clock to that of the wall
-        self.ranks = self.events = self.clipped = self.unknown_peers = 0
+        self.ranks = self.events = self.clipped = self.clipped_ns = 0
+        self.unknown_peers = 0
 
     def add(self, rank: RankTrace, clock: ClockCorrection) -> None:
         """Write the events of a rank."""
@@ -158,6 +159,7 @@ class _Writing:
         self.archive.close_event_writer(writer)
         self.events += written.events
         self.clipped += written.clipped
+        self.clipped_ns += written.clipped_ns
         return written.events
 
     def finish(self) -> None:
@@ -183,7 +185,8 @@ class _Writing:
         found = []
         if self.clipped:
             found.append(
-                f"{self.clipped:,} regions ended after the region around them and were cut there"
+                f"{self.clipped:,} regions ended after the region around them, and were cut there: "
+                f"by {self.clipped_ns / 1e6:.3g} ms in all"
             )
         if self.unknown_peers:
             found.append(

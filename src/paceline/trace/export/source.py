@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from paceline.trace.format.files import RankTrace
+    from paceline.trace.merge import Trace
     from paceline.trace.merge.clocks import ClockCorrection
 
 COMMUNICATION_KINDS = (Kind.COLLECTIVE, Kind.SEND, Kind.RECV)
@@ -67,6 +68,31 @@ def times_of(rank: RankTrace, clock: ClockCorrection) -> RankTimes:
     """Return the times of a rank's events on the run's clock; no event ends before it begins."""
     begin_ns = clock.to_run_ns(rank.events["begin_ns"])
     return RankTimes(begin_ns, np.maximum(clock.to_run_ns(rank.events["end_ns"]), begin_ns))
+
+
+def first_ns(trace: TraceSource) -> int:
+    """Return when the run's first event began, on the run's clock."""
+    begins = [
+        int(clock.to_run_ns(rank.events["begin_ns"]).min())
+        for rank, clock in zip(trace.ranks, trace.clocks, strict=True)
+        if len(rank.events)
+    ]
+    return min(begins, default=0)
+
+
+def message_rows(trace: Trace, index: int) -> np.ndarray:
+    """Return for each message of a rank the row of its event.
+
+    Args:
+        trace: a merged trace.
+        index: of the rank in it.
+
+    Returns:
+        Rows of `trace.ranks[index].events`, in the order of `matches.messages_of(index)`.
+    """
+    events = trace.ranks[index].events
+    rows = np.flatnonzero(np.isin(events["kind"], (Kind.SEND, Kind.RECV)))
+    return rows[np.argsort(events["begin_ns"][rows], kind="stable")]
 
 
 def blocking_calls(rank: RankTrace) -> tuple[np.ndarray, np.ndarray]:
