@@ -101,23 +101,18 @@ def export(run: Path | None, form: str, out: Path | None, no_counters: bool, as_
 def _write(
     form: str, merged: Trace, path: Path, *, counters: bool, on_rank: Callable[[int], None]
 ) -> ExportSummary:
-    """Write a trace in one of the formats; what a format needs is imported with it."""
-    if form == "otf2":
-        from paceline.trace.export.otf2 import write_otf2
+    """Write a trace in one of the formats."""
+    from paceline.trace import export as formats
 
-        return write_otf2(merged, path, counters=counters, on_rank=on_rank)
     if form == "chakra":  # it has no counters
-        from paceline.trace.export.chakra import write_chakra
-
-        return write_chakra(merged, path, on_rank=on_rank)
-    if form in ("parquet", "csv"):
-        from paceline.trace.export.table import write_csv, write_parquet
-
-        write = write_csv if form == "csv" else write_parquet
-        return write(merged, path, counters=counters, on_rank=on_rank)
-    from paceline.trace.export.chrome import write_chrome
-
-    return write_chrome(merged, path, counters=counters, on_rank=on_rank)
+        return formats.write_chakra(merged, path, on_rank=on_rank)
+    write = {
+        "chrome": formats.write_chrome,
+        "otf2": formats.write_otf2,
+        "parquet": formats.write_parquet,
+        "csv": formats.write_csv,
+    }[form]
+    return write(merged, path, counters=counters, on_rank=on_rank)
 
 
 @contextlib.contextmanager

@@ -1,10 +1,10 @@
 """Records a run, merges its ranks' traces on one clock, and analyses them.
 
-Five sub-packages and an export, with imports in one direction (an import contract checks it):
+Six sub-packages, with imports in one direction (an import contract checks it):
 
     efficiency               why ranks wait, and what would make a step shorter; two runs compared
         |
-    analysis     chrome      Analysis: waits, phases, skew, stragglers, traffic | Chrome's JSON
+    analysis     export      Analysis: waits, phases, skew, stragglers, traffic | other formats
         '----------'
              merge           the ranks' files matched, on the run's one clock: Trace
                |

@@ -5,6 +5,22 @@
     table            Parquet and CSV, a row per event
     chakra           Chakra execution traces: simulators of networks
 
-Each writer goes through the ranks once, in order, and keeps the events of one of them at a time.
-Import the writer that you need: OTF2 and Parquet need packages that Paceline does not.
+Each writer goes through the ranks in order and keeps what it makes of one of them at a time. OTF2's
+library and pyarrow are loaded when they are used, and only then needed.
 """
+
+from paceline.trace.export.chakra import write_chakra
+from paceline.trace.export.chrome import write_chrome
+from paceline.trace.export.otf2 import write_otf2
+from paceline.trace.export.source import ExportSummary, TraceSource
+from paceline.trace.export.table import write_csv, write_parquet
+
+__all__ = [
+    "ExportSummary",
+    "TraceSource",
+    "write_chakra",
+    "write_chrome",
+    "write_csv",
+    "write_otf2",
+    "write_parquet",
+]

@@ -90,7 +90,7 @@ def write_otf2(
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _DefinedLocation:
     """A location as it is defined at the end."""
 
     reference: int
@@ -107,7 +107,7 @@ class _Writing:
         self.archive = archive
         self.definitions = Otf2Definitions(world_size)
         self.counters = counters
-        self.places: list[_Place] = []
+        self.places: list[_DefinedLocation] = []
         self.nodes: dict[str, list[int]] = {}  # ranks by boot id
         self.first_ns: int | None = None
         self.last_ns = 0
@@ -143,7 +143,7 @@ class _Writing:
         )
         is_stream = location is not None and location.type is LocationType.STREAM
         self.places.append(
-            _Place(
+            _DefinedLocation(
                 reference=reference,
                 rank=rank.rank,
                 name=location.name if location is not None else "main",
@@ -167,7 +167,7 @@ class _Writing:
         found = {place.rank for place in self.places}
         for rank in sorted(set(range(self.definitions.world_size)) - found):
             self._write_events(rank, _NO_SPANS, _NO_RECORDS)
-            self.places.append(_Place(rank, rank, "main (no trace)", _CPU_THREAD, 0))
+            self.places.append(_DefinedLocation(rank, rank, "main (no trace)", _CPU_THREAD, 0))
         self.places.sort(key=lambda place: (place.rank, place.reference))
         self.archive.close_events([place.reference for place in self.places])
         first = self.first_ns or 0

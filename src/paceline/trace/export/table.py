@@ -72,7 +72,7 @@ def write_parquet(
     types |= {"step": pa.uint32(), "sequence": pa.uint32(), "flags": pa.uint8()}
     schema = pa.schema([(name, types[name]) for name in COLUMNS])
 
-    def column(name: str, piece: _Piece) -> Any:
+    def column(name: str, piece: _TablePart) -> Any:
         if name in _WORDS:
             numbers, words = piece.words[name]
             return pa.DictionaryArray.from_arrays(pa.array(numbers, pa.int32()), words)
@@ -124,7 +124,7 @@ def write_csv(
     return ExportSummary(path=path, ranks=ranks, events=count)
 
 
-def _csv_rows(piece: _Piece) -> bytes:
+def _csv_rows(piece: _TablePart) -> bytes:
     columns: list[list[Any]] = []
     for name in COLUMNS:
         if name in _WORDS:
@@ -139,7 +139,7 @@ def _csv_rows(piece: _Piece) -> bytes:
     return text.getvalue().encode("utf-8", "replace")
 
 
-class _Piece:
+class _TablePart:
     """Some events of a rank, by column.
 
     Attributes:
@@ -165,7 +165,7 @@ class _Piece:
         }
 
 
-def _pieces(trace: TraceSource, *, counters: bool) -> Iterator[Iterator[_Piece]]:
+def _pieces(trace: TraceSource, *, counters: bool) -> Iterator[Iterator[_TablePart]]:
     """Yield the pieces of each rank, in order of begin."""
     start_ns = first_ns(trace)
     for rank, clock in zip(trace.ranks, trace.clocks, strict=True):
@@ -175,5 +175,6 @@ def _pieces(trace: TraceSource, *, counters: bool) -> Iterator[Iterator[_Piece]]
             rows = rows[rank.events["kind"][rows] != Kind.COUNTER]
         starts = range(0, len(rows), _GROUP_ROWS)
         yield (
-            _Piece(rank, rows[start : start + _GROUP_ROWS], begin_ns, end_ns) for start in starts
+            _TablePart(rank, rows[start : start + _GROUP_ROWS], begin_ns, end_ns)
+            for start in starts
         )
