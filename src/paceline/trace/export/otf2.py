@@ -67,7 +67,7 @@ def write_otf2(
     try:
         with storage_errors("cannot write the archive", where=folder, fix=fix):
             shutil.rmtree(partial, ignore_errors=True)
-            with Otf2Archive(partial, ARCHIVE_NAME) as archive:
+            with Otf2Archive(partial, ARCHIVE_NAME, folder) as archive:
                 done = _Writing(archive, trace.world_size, counters=counters)
                 for rank, clock in zip(trace.ranks, trace.clocks, strict=True):
                     done.add(rank, clock)

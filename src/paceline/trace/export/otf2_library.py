@@ -1,13 +1,12 @@
 """OTF2's C library, as far as archives and definitions go; events are written by `native`.
 
 The library comes with the package `otf2`, which has it linked into its extension module, or with
-the system (Debian: libotf2-trace-format-dev or otf2-tools). It is loaded when an archive is
+the system (Debian: libopen-trace-format2-10). It is loaded when an archive is
 written, by ctypes, so that neither is needed to install Paceline. The interface is that of OTF2 3.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import importlib.metadata
@@ -21,12 +20,16 @@ from paceline.core.errors import Missing, StorageError
 
 UNDEFINED = 0xFFFFFFFF  # a reference of 32 bits to nothing; the root of a collective without one
 _NEEDED = "OTF2_EvtWriter_NonBlockingCollectiveRequest"  # since 3.0, with other new arguments
-_SYSTEM_NAMES = ("libotf2.so.10", "libotf2.so")
+_SYSTEM_NAMES = ("libotf2.so.10", "libopen-trace-format2.so.10")  # OTF2's own name, Debian's
 _WRITE, _POSIX, _NO_COMPRESSION = 0, 1, 1  # mode of files, substrate, compression
 _EVENT_CHUNK_BYTES, _DEFINITION_CHUNK_BYTES = 1 << 20, 4 << 20
 _FLUSH = 1
 
 _PRE_FLUSH = ctypes.CFUNCTYPE(c_int, c_void_p, c_uint8, c_uint64, c_void_p, c_bool)
+# User data, file, line, function, error, format, arguments (va_list).
+_ON_ERROR = ctypes.CFUNCTYPE(
+    c_int, c_void_p, c_char_p, c_uint64, c_char_p, c_int, c_char_p, c_void_p
+)
 _POST_FLUSH = ctypes.CFUNCTYPE(c_uint64, c_void_p, c_uint8, c_uint64)
 
 
@@ -108,44 +111,58 @@ def _packaged() -> list[Path]:
 class Otf2Archive:
     """An archive that is written; used as a context, at whose end it is closed."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, where: Path) -> None:
         """Open it.
 
         Args:
             folder: of the archive; it is made.
             name: of its files: `name`.otf2 is what readers open.
+            where: errors say that it could not be written.
 
         Raises:
             Missing: there is no OTF2.
             StorageError: it cannot be written.
         """
         self.library = str(find_otf2())
-        self._folder = folder
+        self._where = where
         self._otf2 = ctypes.CDLL(self.library)
+        # Some functions print an error and return none: a file that is cut would pass for complete.
+        self._errors: list[int] = []
+        self._on_error = _ON_ERROR(self._note_error)
+        self._former = self._register(self._on_error)
         is_open = self._function("Archive_Open", *_OPEN, result=c_void_p)
         self._handle = is_open(
             *(str(folder).encode(), name.encode(), _WRITE),
             *(_EVENT_CHUNK_BYTES, _DEFINITION_CHUNK_BYTES, _POSIX, _NO_COMPRESSION),
         )
         if not self._handle:
-            raise self._failed("the archive cannot be made")
+            self._register(self._former)
+            raise self._failed("the archive cannot be made", self._first_error())
+        self._definitions: int | None = None
         # The library keeps the addresses of the callbacks.
         self._callbacks = _FlushCallbacks(_PRE_FLUSH(lambda *_: _FLUSH), _POST_FLUSH())
         self._archive("SetFlushCallbacks", ctypes.addressof(self._callbacks), None)
         self._archive("SetSerialCollectiveCallbacks")
         self._archive("SetCreator", b"Paceline")
         self._archive("OpenEvtFiles")
-        self._definitions: int | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
+        """Close the archive: it is complete, unless there was an error.
+
+        Raises:
+            StorageError: not all could be written.
+        """
+        try:
+            if kind is None and self._definitions is not None:
+                self._archive("CloseGlobalDefWriter", self._definitions)
+        finally:
+            error = self._function("Archive_Close", c_void_p)(self._handle)
+            self._register(self._former)
         if kind is None:
-            self.close()
-            return
-        with contextlib.suppress(StorageError):  # the first problem is the one that is raised
-            self.close()
+            self.check(error, "the archive's end")
 
     def event_writer(self, location: int) -> int:
         """Return the address of the event writer of a location."""
@@ -174,33 +191,37 @@ class Otf2Archive:
         error = write(self._definitions, *(_as_c(field) for field in fields))
         self.check(error, f"a definition ({what})")
 
-    def close(self) -> None:
-        """Close the archive: it is complete.
-
-        Raises:
-            StorageError: not all could be written.
-        """
-        if self._definitions is not None:
-            self._archive("CloseGlobalDefWriter", self._definitions)
-            self._definitions = None
-        handle, self._handle = self._handle, None
-        if handle:
-            self.check(self._function("Archive_Close", c_void_p)(handle), "the archive's end")
-
     def check(self, error: int, what: str) -> None:
         """Raise the error that a function of OTF2 returned, if it is one.
 
         Raises:
             StorageError: `what` could not be written.
         """
-        if error == 0:
+        if error == 0 and not self._errors:
             return
+        self._errors.append(error)
+        raise self._failed(f"OTF2 cannot write {what}", self._first_error())
+
+    def _first_error(self) -> str:
+        """Return OTF2's words for the first error: those after it follow from it."""
+        if not self._errors:
+            return ""
         describe = self._function("Error_GetDescription", c_int, result=c_char_p)
-        raise self._failed(f"OTF2 cannot write {what}", describe(error).decode())
+        return str(describe(self._errors[0]).decode())
+
+    def _note_error(self, *arguments: Any) -> int:
+        error = int(arguments[4])
+        self._errors.append(error)
+        return error
+
+    def _register(self, callback: Any) -> Any:
+        """Let OTF2 call a function at each error; return the address of the one before."""
+        register = self._function("Error_RegisterCallback", c_void_p, c_void_p, result=c_void_p)
+        return register(ctypes.cast(callback, c_void_p), None)
 
     def _failed(self, what: str, why: str = "") -> StorageError:
         fix = "Free space, or choose another folder"
-        return StorageError(what, where=str(self._folder), why=why, fix=fix)
+        return StorageError(what, where=str(self._where), why=why, fix=fix)
 
     def _opened(self, what: str, location: int) -> int:
         writer = self._function(f"Archive_{what}", c_void_p, c_uint64, result=c_void_p)(
