@@ -65,5 +65,7 @@ def test_a_training_with_gloo_is_read_by_tools_that_others_wrote(tmp_path):
     assert write_csv(trace, tmp_path / "csv").events == events
     assert write_parquet(trace, tmp_path / "parquet").events == events
     assert write_chrome(trace, tmp_path / "chrome").events == events
+    information = json.loads((tmp_path / "chrome").read_text())["distributedInfo"]
+    assert information == {"rank": 0, "world_size": 2, "backend": "gloo", "ranks": [0, 1]}
     collectives = len(trace.matches.calls)
     assert write_chakra(trace, tmp_path / "chakra").events > collectives

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors.torch_internals import Capability
+from paceline.trace.format.events import BACKEND
 
 if TYPE_CHECKING:
     from paceline.native import Recorder
@@ -70,6 +71,8 @@ class Groups:
         number = self._recorder.define_group(f"group {name}", members)
         record = self._defined.get(number)
         if record is None:
+            if backend := internals.backend_name(group):
+                self._recorder.intern(BACKEND + backend)
             record = self._defined[number] = GroupRecord(number, members, ranks)
         record.ranks = ranks
         self._latest[name] = record

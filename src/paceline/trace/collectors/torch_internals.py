@@ -205,6 +205,14 @@ def backend_of(group: Any, device_type: str) -> str:
     return str(group._get_backend(torch.device(device_type)).name())  # noqa: SLF001  # no public name
 
 
+def backend_name(group: Any) -> str:
+    """Return what a group's backend is called; empty if torch does not say."""
+    try:
+        return str(dist.get_backend(group))
+    except (RuntimeError, ValueError, AttributeError):  # a group that torch does not know
+        return ""
+
+
 # --- behaviour -----------------------------------------------------------------------------------
 
 # Of backends that take an accelerator's tensors, those whose works end on the host. Others queue

@@ -19,7 +19,7 @@ import numpy as np
 
 from paceline.core.files import commit_chunks
 from paceline.trace.export.source import ExportSummary, first_ns, message_rows
-from paceline.trace.format.events import BY_RUN, MAIN, Kind, LocationType
+from paceline.trace.format.events import BACKEND, BY_RUN, MAIN, Kind, LocationType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -70,8 +70,8 @@ def chrome_json(trace: Trace) -> Iterator[str]:
 def _text(trace: Trace, events: Iterator[dict[str, Any]]) -> Iterator[str]:
     ranks = [rank.rank for rank in trace.ranks]
     information: dict[str, Any] = {"rank": ranks[0], "world_size": trace.world_size}
-    if any(BY_RUN in rank.names for rank in trace.ranks):
-        information["backend"] = "mpi"
+    if backend := _backend(trace):
+        information["backend"] = backend
     information["ranks"] = ranks
     yield f'{{"displayTimeUnit":"ms","distributedInfo":{json.dumps(information)},"traceEvents":[\n'
     before = ""
@@ -79,6 +79,14 @@ def _text(trace: Trace, events: Iterator[dict[str, Any]]) -> Iterator[str]:
         yield before + json.dumps(event, separators=(",", ":"))
         before = ",\n"
     yield "\n]}\n"
+
+
+def _backend(trace: Trace) -> str:
+    """Return what carries the run's messages; empty if the traces do not say."""
+    if any(BY_RUN in rank.names for rank in trace.ranks):
+        return "mpi"
+    names = (name for rank in trace.ranks for name in rank.names if name.startswith(BACKEND))
+    return ",".join(dict.fromkeys(name.removeprefix(BACKEND) for name in names))
 
 
 def _events(

@@ -132,6 +132,7 @@ BY_OPTIMIZER, BY_BATCH, BY_BACKWARD, BY_SCRIPT = "step", "batch", "backward", "p
 # The same in MPI programs: marks of the program, repetitions that `merge.repetition` finds, and the
 # end of the whole run.
 BY_PCONTROL, BY_REPETITION, BY_RUN = "MPI_Pcontrol", "repeated collectives", "MPI_Finalize"
+BACKEND = "backend "  # begins a name of no event: what carries the messages of the rank's groups
 EVALUATION_SPAN = "evaluation"  # name of the event from the first to the last of an evaluation
 PYTHON_CODE = "Python code"  # name of a SAMPLE: of what function or line is not known
 GARBAGE_COLLECTION = "garbage collection"  # name of a HOST event
