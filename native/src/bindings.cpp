@@ -5,6 +5,7 @@
 
 #include "bindings.hpp"
 #include "paceline/crc32c.hpp"
+#include "paceline/event_codec.hpp"
 #include "paceline/host_group.hpp"
 #include "paceline/pack_index.hpp"
 #include "paceline/recorder.hpp"
@@ -16,6 +17,7 @@ using paceline::LocationType;
 using paceline::PackError;
 using paceline::Phase;
 using paceline::Bytes;
+using paceline::Event;
 using paceline::to_bytes;
 using paceline::Recorder;
 
@@ -27,6 +29,37 @@ std::uint32_t crc32c(nb::handle data, std::uint32_t crc) {
   if (size < 4096) return paceline::crc32c(bytes.view.buf, size, crc);
   nb::gil_scoped_release released;
   return paceline::crc32c(bytes.view.buf, size, crc);
+}
+
+std::size_t event_count(const Bytes& events) {
+  const auto size = static_cast<std::size_t>(events.view.len);
+  if (size % sizeof(Event) != 0) throw nb::value_error("not a whole number of events");
+  return size / sizeof(Event);
+}
+
+nb::bytes pack_events(nb::handle data) {
+  const Bytes events(data);
+  const std::size_t count = event_count(events);
+  std::string packed;
+  {
+    nb::gil_scoped_release released;
+    packed = paceline::pack_events(static_cast<const Event*>(events.view.buf), count);
+  }
+  return to_bytes(packed);
+}
+
+nb::bytes unpack_events(nb::handle data, std::size_t count) {
+  const Bytes packed(data);
+  const auto size = static_cast<std::size_t>(packed.view.len);
+  bool whole = count <= size / paceline::packed_event_bytes_min;
+  nb::bytes events(nullptr, whole ? count * sizeof(Event) : 0);
+  if (whole) {
+    auto* into = reinterpret_cast<Event*>(PyBytes_AS_STRING(events.ptr()));
+    nb::gil_scoped_release released;
+    whole = paceline::unpack_events(packed.view.buf, size, into, count);
+  }
+  if (!whole) throw nb::value_error("these bytes are not that many events");
+  return events;
 }
 
 void bind_recorder(nb::module_& module) {
@@ -83,6 +116,15 @@ void bind_recorder(nb::module_& module) {
           "kind"_a, "location"_a, "name"_a, "begin_ns"_a, "end_ns"_a, "amount"_a = 0,
           "group"_a = 0, "sequence"_a = 0, "peer"_a = -1, "tag"_a = 0, "step"_a = -1,
           "flags"_a = 0)
+      .def(
+          "record_events",
+          [](Recorder& self, nb::handle data) {
+            const Bytes events(data);
+            const std::size_t count = event_count(events);
+            nb::gil_scoped_release released;
+            self.record(static_cast<const Event*>(events.view.buf), count);
+          },
+          "data"_a)
       .def("end_step", &Recorder::end_step, "name"_a = 0, "tag"_a = 0)
       .def("flush", &Recorder::flush, nb::call_guard<nb::gil_scoped_release>())
       .def("close", &Recorder::close, nb::call_guard<nb::gil_scoped_release>())
@@ -110,6 +152,8 @@ NB_MODULE(_native, module) {
   });
   module.def("crc32c", &crc32c, "data"_a, "crc"_a = 0);
   module.def("monotonic_ns", &paceline::monotonic_ns);
+  module.def("pack_events", &pack_events, "data"_a);
+  module.def("unpack_events", &unpack_events, "data"_a, "count"_a);
   bind_recorder(module);
   paceline::bind_collectives(module);
   paceline::bind_fuse(module);

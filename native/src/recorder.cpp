@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "paceline/crc32c.hpp"
+#include "paceline/event_codec.hpp"
 #include "paceline/fork.hpp"
 
 namespace paceline {
@@ -306,6 +307,15 @@ void Recorder::record(const Event& event) {
   append(recorded);
 }
 
+void Recorder::record(const Event* events, std::size_t count) {
+  for (std::size_t done = 0; done < count;) {
+    const std::size_t part = std::min<std::size_t>(count - done, options_.buffer_events / 4 + 1);
+    for (std::size_t i = done; i < done + part; ++i) record(events[i]);
+    done += part;
+    flush();
+  }
+}
+
 std::uint64_t Recorder::end_step(std::uint16_t name, std::int32_t tag) {
   const std::uint64_t now = monotonic_ns();
   if (!recording()) return now;
@@ -437,8 +447,9 @@ void Recorder::write_pending() {
   write_definitions(Block::groups, groups);
   write_definitions(Block::locations, locations);
   if (!spare.empty()) {
-    write_block(Block::events, static_cast<std::uint32_t>(spare.size()), spare.data(),
-                spare.size() * sizeof(Event));
+    const std::string packed = pack_events(spare.data(), spare.size());
+    write_block(Block::events, static_cast<std::uint32_t>(spare.size()), packed.data(),
+                packed.size());
   }
   spare.clear();
   header_->peak_memory_bytes.store(peak_memory_bytes(), std::memory_order_relaxed);

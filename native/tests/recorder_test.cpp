@@ -16,6 +16,7 @@
 
 #include "check.hpp"
 #include "paceline/crc32c.hpp"
+#include "paceline/event_codec.hpp"
 
 using paceline::Event;
 using paceline::Kind;
@@ -76,9 +77,11 @@ Parsed parse(const std::string& path) {
     CHECK(paceline::crc32c(bytes.data() + at + 16, size, head) == checksum);
     at += 16;
     const std::size_t end = at + size;
-    if (type == 1) {
-      CHECK(size == count * sizeof(Event));
-      for (; at < end; at += sizeof(Event)) parsed.events.push_back(load<Event>(bytes, at));
+    if (type == 5) {
+      std::vector<Event> events(count);
+      CHECK(paceline::unpack_events(bytes.data() + at, size, events.data(), count));
+      parsed.events.insert(parsed.events.end(), events.begin(), events.end());
+      at = end;
     } else if (type == 2) {
       while (at < end) {
         const auto length = load<std::uint32_t>(bytes, at);

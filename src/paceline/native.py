@@ -72,12 +72,14 @@ lower_bounds = _native.lower_bounds
 monotonic_ns = _native.monotonic_ns
 mount_fuse = _native.mount_fuse
 name_hashes = _native.name_hashes
+pack_events = _native.pack_events
 redirect_allocations = _native.redirect_allocations
 scatter_add = _native.scatter_add
 sorted_order = _native.sorted_order
 start_writeback = _native.start_writeback
 train_dictionary = _native.train_dictionary
 unmount = _native.unmount
+unpack_events = _native.unpack_events
 use_pool = _native.use_pool
 
 NPY_ELEMENTS = -1  # pack_writer.hpp
@@ -136,6 +138,7 @@ __all__ = [
     "mount_fuse",
     "mpi_library",
     "name_hashes",
+    "pack_events",
     "posix_library",
     "read_files",
     "require_codec",
@@ -144,6 +147,7 @@ __all__ = [
     "start_writeback",
     "train_dictionary",
     "unmount",
+    "unpack_events",
 ]
 
 

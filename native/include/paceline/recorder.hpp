@@ -20,7 +20,7 @@
 
 namespace paceline {
 
-constexpr std::uint32_t trace_format_version = 2;
+constexpr std::uint32_t trace_format_version = 3;
 
 // The kind of an event. No kind has number 0, which means "idle" in a header.
 enum class Kind : std::uint8_t {
@@ -61,7 +61,7 @@ constexpr std::uint8_t evaluation_mode = 4;
 // A flag of a collective or message: the main thread waited for it all the time. Readers add the wait.
 constexpr std::uint8_t blocking = 8;
 
-struct Event {  // little-endian on disk, 48 bytes
+struct Event {  // 48 bytes; packed on disk (event_codec.hpp)
   std::uint64_t begin_ns = 0;
   std::uint64_t end_ns = 0;
   std::uint64_t amount = 0;    // bytes of this rank's tensors; a counter's value; ns of a wait
@@ -140,6 +140,8 @@ class Recorder {
   std::uint64_t end(Kind kind, std::uint16_t name, std::uint64_t begin_ns, std::uint64_t amount,
                     Phase outer, std::int32_t tag = 0, std::uint8_t flags = 0);
   void record(const Event& event);
+  // Records events that are known already, and writes them at once if they fill the buffer.
+  void record(const Event* events, std::size_t count);
   // Ends the current step now: records it with the time that the process's threads, and the main
   // thread by itself, ran and waited for a core. `name` says what ended it (0: an optimizer's step),
   // `tag` which one.
@@ -156,7 +158,7 @@ class Recorder {
   void close();
 
  private:
-  enum class Block : std::uint32_t { events = 1, names = 2, groups = 3, locations = 4 };
+  enum class Block : std::uint32_t { names = 2, groups = 3, locations = 4, events = 5 };
 
   // Definitions that wait to be written, in the layout of the file.
   struct Definitions {

@@ -13,7 +13,7 @@ from enum import IntEnum
 
 import numpy as np
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 IDLE = 0  # a rank's phase between phases; no kind of event has this number
 
 

@@ -2,7 +2,8 @@
 
 A crash of a process or of its node leaves a file that is not closed and may end early; it is read
 up to its last complete block. A wrong checksum, or a closed file that is too short, is an error
-that names the rank. Files of version 1 are upgraded as they are read (`version1`).
+that names the rank. Files of version 1 are upgraded as they are read (`version1`). Versions 2 and 3
+differ in their blocks of events alone: as they are in memory, or packed by the native core.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import numpy as np
 
 from paceline.core.errors import CorruptTrace, NotFound, storage_errors
-from paceline.native import crc32c
+from paceline.native import crc32c, unpack_events
 from paceline.trace.format import version1
 from paceline.trace.format.events import EVENT_DTYPE, IDLE, Group, Kind, Location, LocationType
 from paceline.trace.format.header import HEADER_BYTES, Status, corrupt, parse_header
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 BLOCK = struct.Struct("<IIII")
 LOCATION = struct.Struct("<IIII")
-_EVENTS, _NAMES, _GROUPS, _LOCATIONS = 1, 2, 3, 4
+_EVENTS, _NAMES, _GROUPS, _LOCATIONS, _PACKED_EVENTS = 1, 2, 3, 4, 5
 _MAX_BLOCK_BYTES = 1 << 30
 
 
@@ -126,6 +127,8 @@ class _Tables:
         """Parse a block; blocks of later formats are skipped."""
         if kind == _EVENTS:
             self.blocks.append(self._parse_events(payload, count))
+        elif kind == _PACKED_EVENTS:
+            self.blocks.append(self._unpack_events(payload, count))
         elif kind == _NAMES:
             self.names.extend(self._parse_names(payload, count))
         elif kind == _GROUPS:
@@ -177,6 +180,13 @@ class _Tables:
         if len(payload) != count * dtype.itemsize:
             raise self._corrupt("an event block's length does not fit its count")
         return np.frombuffer(payload, dtype)
+
+    def _unpack_events(self, payload: memoryview, count: int) -> np.ndarray:
+        try:
+            return np.frombuffer(unpack_events(payload, count), EVENT_DTYPE)
+        except ValueError:
+            why = "an event block's bytes are not those of its count of events"
+            raise self._corrupt(why) from None
 
     def _parse_names(self, payload: memoryview, count: int) -> list[str]:
         names = []
