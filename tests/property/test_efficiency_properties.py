@@ -1,5 +1,6 @@
 """Replays, efficiencies and costs hold for any exchange of ranks, against ranks played again."""
 
+import random
 import tempfile
 from pathlib import Path
 
@@ -11,8 +12,11 @@ from traces import write_run
 
 from paceline.trace.analysis import analyse
 from paceline.trace.efficiency import measure_efficiency
+from paceline.trace.efficiency.measure import _measured
+from paceline.trace.efficiency.window import StreamedRun
 from paceline.trace.format.events import Kind
 from paceline.trace.merge import load_run
+from paceline.trace.merge.windows import SpooledRun
 
 NS = st.integers(1_000, 9_000_000)
 KINDS = st.sampled_from([Kind.INPUT, Kind.FORWARD, Kind.BACKWARD, Kind.CHECKPOINT])
@@ -78,3 +82,65 @@ def test_free_communication_is_what_ranks_do_when_data_move_in_no_time(program):
     _, free_ns = play(ranks, one_step, moves=0.0)
     found = measured(recorded)
     assert found.what_ifs[1].step_s == pytest.approx(free_ns / 1e9, abs=1e-9)
+
+
+def assert_same(found, expected, where=""):
+    """Compare what JSON has of two results, numbers to rounding; order counts but for equals."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key, value in expected.items():
+            assert_same(found[key], value, f"{where}.{key}")
+    elif isinstance(expected, list) and expected and isinstance(expected[0], dict):
+        assert len(found) == len(expected), where
+        for one, other in zip(_sorted(found), _sorted(expected), strict=True):
+            assert_same(one, other, f"{where}[]")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), where
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other, f"{where}[]")
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-9), where
+    else:
+        assert found == expected, where
+
+
+def _sorted(rows):
+    """Order rows by what is text or a whole number: rounding may swap equal figures."""
+    return sorted(rows, key=lambda row: [str(v) for v in row.values() if not isinstance(v, float)])
+
+
+def long_program(seed):
+    """Return ranks and actions of some hundred exchanges in many steps, none of which is empty."""
+    draw = random.Random(seed)
+    ranks = draw.randint(2, 5)
+    ends, collectives = draw.choice([0.05, 0.2]), draw.choice([0.0, 0.05, 0.3])
+    actions = []
+    for _ in range(300):
+        kind = draw.random()
+        if kind < ends:
+            actions += [*(Work(rank, draw.randint(1_000, 90_000)) for rank in range(ranks))]
+            actions.append(EndOfStep())
+        elif kind < ends + collectives:
+            operation = draw.choice(["all_reduce", "barrier", "broadcast", "reduce"])
+            root = draw.randrange(ranks) if operation in ("broadcast", "reduce") else -1
+            actions.append(Collective(operation, draw.randint(1_000, 9_000_000), root))
+        elif kind < 0.7:
+            phase = draw.choice([Kind.INPUT, Kind.FORWARD, Kind.BACKWARD, Kind.CHECKPOINT])
+            actions.append(Work(draw.randrange(ranks), draw.randint(1_000, 9_000_000), phase))
+        else:
+            pair = draw.sample(range(ranks), 2)
+            actions.append(Message(*pair, draw.randint(1_000, 9_000_000)))
+    actions += [*(Work(rank, draw.randint(1_000, 90_000)) for rank in range(ranks)), EndOfStep()]
+    return ranks, actions
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_run_read_window_by_window_is_measured_as_one_in_memory(seed, tmp_path):
+    by_rank, _ = play(*long_program(seed))
+    run = write_run(tmp_path, by_rank)
+    expected = measure_efficiency(analyse(load_run(run)))
+    with SpooledRun(run) as spooled:
+        windows = spooled.windows(1, spooled.steps, 1)
+        found = _measured(StreamedRun(spooled, window_events=1), None)
+    assert len(windows) >= spooled.steps // 8
+    assert_same(found.to_json(), expected.to_json())

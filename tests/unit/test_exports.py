@@ -263,6 +263,7 @@ EXPORTS = {
         "RunEfficiency",
         "compare_runs",
         "measure_efficiency",
+        "measure_run",
         "phase_strips",
     ],
     "trace.export": [

@@ -194,12 +194,10 @@ def efficiency(run: Path | None, step: int | None, as_json: bool) -> None:
 
     from paceline.report.efficiency import render_efficiency
     from paceline.runs.folder import RunFolder
-    from paceline.trace.analysis import analyse
-    from paceline.trace.efficiency import measure_efficiency
-    from paceline.trace.merge import load_run
+    from paceline.trace.efficiency import measure_run
 
     folder = RunFolder.open(chosen_run(run))
-    found = measure_efficiency(analyse(load_run(folder.path)), step)
+    found = measure_run(folder.path, step)
     if as_json:
         state = str(folder.state())
         click.echo(json.dumps({"kind": "efficiency", "state": state, **found.to_json()}))

@@ -9,11 +9,11 @@
     comparison     what became slower from one run to another
 
 `dependencies` says on whom each wait depended, `graph` and `replay` what happens when parts take
-less. All are functions of an Analysis.
+less. A run is measured in `window`s of steps, which an Analysis gives, or a run's folder.
 """
 
 from paceline.trace.efficiency.comparison import RunComparison, compare_runs
-from paceline.trace.efficiency.measure import RunEfficiency, measure_efficiency
+from paceline.trace.efficiency.measure import RunEfficiency, measure_efficiency, measure_run
 from paceline.trace.efficiency.strips import PhaseStrips, phase_strips
 
 __all__ = [
@@ -22,5 +22,6 @@ __all__ = [
     "RunEfficiency",
     "compare_runs",
     "measure_efficiency",
+    "measure_run",
     "phase_strips",
 ]

@@ -25,6 +25,7 @@ from paceline.trace.merge.matches import NO_TIME, NONE
 
 if TYPE_CHECKING:
     from paceline.trace.analysis import Analysis
+    from paceline.trace.efficiency.window import StepWindow
     from paceline.trace.merge.matches import Matches
 
 
@@ -76,7 +77,7 @@ DEPENDENCY = np.dtype(
 )
 
 
-def wait_dependencies(analysis: Analysis) -> np.ndarray:
+def wait_dependencies(analysis: Analysis | StepWindow) -> np.ndarray:
     """Return an array of `DEPENDENCY`, ordered by trace and wait.
 
     Waits that depend on no rank have no row, a drain has one for each collective. Collectives on

@@ -15,9 +15,10 @@ from paceline.core.record import Record
 from paceline.trace.merge.matches import NONE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from paceline.trace.analysis import Analysis
+    from paceline.trace.efficiency.window import StepWindow
+    from paceline.trace.format.files import RankTrace
     from paceline.trace.merge.matches import Matches
 
 _RING, _FROM_ROOT, _TO_ROOT, _PAIRS = "ring", "root to each rank", "each rank to root", "pairwise"
@@ -83,39 +84,72 @@ class CommunicationMatrix(Record):
     not_laid_bytes: dict[str, int]
 
 
-def communication_matrix(analysis: Analysis) -> CommunicationMatrix:
-    """Return the communication matrix of a run.
+class MatrixSum:
+    """Adds up the traffic of a run, window by window, in any order.
 
     Collectives on which ranks do not agree are left out.
     """
-    matches, world_size = analysis.matches, analysis.trace.world_size
-    sent = _summed(*_messages(matches), world_size)
-    moved = _summed(*_joined(_collectives(matches)), world_size)
-    keys = np.union1d(sent[0], moved[0])
-    table = np.zeros((len(keys), 4))
-    for column, (own, counts, amounts) in ((0, sent), (2, moved)):
-        at = np.searchsorted(keys, own)
-        table[at, column], table[at, column + 1] = counts, amounts
-    sources, targets = keys // world_size, keys % world_size
-    order = np.argsort(-(table[:, 1] + table[:, 3]), kind="stable")[:MOST_PAIRS]
-    rows = np.rint(table[order]).astype(np.int64).tolist()
-    ends = zip(sources[order].tolist(), targets[order].tolist(), strict=True)
-    used = {matches.operations[i] for i in np.unique(matches.calls["operation"]).tolist()}
-    return CommunicationMatrix(
-        pairs=tuple(PairTraffic(*pair, *row) for pair, row in zip(ends, rows, strict=True)),
-        pair_count=len(keys),
-        levels=_levels(analysis, sources, targets, table),
-        algorithms={name: how for name, how in ALGORITHMS.items() if name in used},
-        not_laid_bytes=_not_laid(matches),
-    )
+
+    def __init__(self, ranks: Sequence[RankTrace]) -> None:
+        """Begin with nothing, between `ranks` and those that left no trace."""
+        self._ranks = ranks
+        self._world_size = ranks[0].status.world_size
+        self._keys = np.zeros(0, dtype=np.int64)
+        self._table = np.zeros((0, 4))  # messages, their bytes; the same of collectives
+        self._used: set[str] = set()
+        self._not_laid: dict[str, int] = {}
+
+    def add(self, window: StepWindow) -> None:
+        """Add the messages and collectives of a window's steps."""
+        matches = window.matches
+        calls = _calls_inside(window)
+        sent = _summed(*_messages(window), self._world_size)
+        moved = _summed(*_joined(_collectives(matches, calls)), self._world_size)
+        keys = np.union1d(self._keys, np.union1d(sent[0], moved[0]))
+        table = np.zeros((len(keys), 4))
+        table[np.searchsorted(keys, self._keys)] = self._table
+        for column, (own, counts, amounts) in ((0, sent), (2, moved)):
+            at = np.searchsorted(keys, own)
+            table[at, column] += counts
+            table[at, column + 1] += amounts
+        self._keys, self._table = keys, table
+        operations = matches.calls["operation"][window.inside(matches.calls["step"])]
+        self._used |= {matches.operations[i] for i in np.unique(operations).tolist()}
+        for name, amount in _not_laid(matches, calls).items():
+            self._not_laid[name] = self._not_laid.get(name, 0) + amount
+
+    def result(self) -> CommunicationMatrix:
+        """Return the communication matrix of all windows."""
+        table = self._table
+        sources, targets = self._keys // self._world_size, self._keys % self._world_size
+        order = np.argsort(-(table[:, 1] + table[:, 3]), kind="stable")[:MOST_PAIRS]
+        rows = np.rint(table[order]).astype(np.int64).tolist()
+        ends = zip(sources[order].tolist(), targets[order].tolist(), strict=True)
+        return CommunicationMatrix(
+            pairs=tuple(PairTraffic(*pair, *row) for pair, row in zip(ends, rows, strict=True)),
+            pair_count=len(self._keys),
+            levels=_levels(self._ranks, sources, targets, table),
+            algorithms={name: how for name, how in ALGORITHMS.items() if name in self._used},
+            not_laid_bytes=dict(sorted(self._not_laid.items())),
+        )
 
 
 _Pairs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # source, target, messages, bytes
 
 
-def _messages(matches: Matches) -> _Pairs:
+def _calls_inside(window: StepWindow) -> np.ndarray:
+    """Return the calls of the collectives that began in a window's steps, by instance."""
+    matches = window.matches
+    first = matches.calls["step"][matches.by_instance[matches.instance_starts[:-1]]]
+    chosen = window.inside(first) & matches.instances["agrees"]
+    calls = matches.calls[matches.by_instance]
+    return np.asarray(calls[chosen[calls["instance"]]])
+
+
+def _messages(window: StepWindow) -> _Pairs:
     """Return each message once: as sent, or as received where the sender's side is not known."""
-    messages = matches.messages
+    matches = window.matches
+    messages = matches.messages[window.inside(matches.messages["step"])]
     once = (messages["sends"] | (messages["partner"] == NONE)) & (messages["peer"] >= 0)
     messages = messages[once]
     own, peers = matches.ranks[messages["trace"]], messages["peer"].astype(np.int64)
@@ -124,10 +158,8 @@ def _messages(matches: Matches) -> _Pairs:
     return sources, targets, np.ones(len(messages)), messages["amount"].astype(np.float64)
 
 
-def _collectives(matches: Matches) -> Iterator[_Pairs]:
-    """Yield what collectives sent by their algorithms."""
-    calls = matches.calls[matches.by_instance]
-    calls = calls[matches.instances["agrees"][calls["instance"]]]
+def _collectives(matches: Matches, calls: np.ndarray) -> Iterator[_Pairs]:
+    """Yield what collectives, given by their calls, sent by their algorithms."""
     ranks = matches.ranks[calls["trace"]].astype(np.int64)
     count = matches.instances["ranks"][calls["instance"]].astype(np.float64)
     following = _following(calls["instance"])
@@ -198,11 +230,11 @@ def _summed(
 
 
 def _levels(
-    analysis: Analysis, sources: np.ndarray, targets: np.ndarray, table: np.ndarray
+    ranks: Sequence[RankTrace], sources: np.ndarray, targets: np.ndarray, table: np.ndarray
 ) -> tuple[LevelVolume, ...]:
-    nodes = np.full(analysis.trace.world_size, -1)
+    nodes = np.full(ranks[0].status.world_size, -1)
     names: dict[str, int] = {}
-    for rank in analysis.trace.ranks:
+    for rank in ranks:
         name = rank.status.boot_id or f"rank {rank.rank}"
         nodes[rank.rank] = names.setdefault(name, len(names))
     a, b = nodes[sources], nodes[targets]
@@ -223,8 +255,7 @@ def _levels(
     return tuple(found)
 
 
-def _not_laid(matches: Matches) -> dict[str, int]:
-    calls = matches.calls[matches.instances["agrees"][matches.calls["instance"]]]
+def _not_laid(matches: Matches, calls: np.ndarray) -> dict[str, int]:
     sums = np.bincount(calls["operation"], calls["amount"], minlength=len(matches.operations))
     return {
         name: int(sums[i])

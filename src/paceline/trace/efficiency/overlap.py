@@ -16,7 +16,7 @@ from paceline.core.record import Record
 from paceline.trace.merge.matches import NONE
 
 if TYPE_CHECKING:
-    from paceline.trace.analysis import Analysis
+    from paceline.trace.efficiency.window import StepWindow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,33 +41,63 @@ class RankOverlap(Record):
         return 1 - self.exposed_s / self.moving_s if self.moving_s > 0 else None
 
 
-def communication_overlap(analysis: Analysis) -> tuple[RankOverlap, ...]:
-    """Return the overlap of communication and compute of each rank that left a trace."""
-    return tuple(_of_rank(analysis, i) for i in range(len(analysis.trace.ranks)))
+class OverlapSum:
+    """Adds up the communication of a run, window by window, in any order."""
+
+    def __init__(self, ranks: np.ndarray) -> None:
+        """Begin with nothing.
+
+        Args:
+            ranks: the global rank of each trace, shape (traces,).
+        """
+        self._ranks = ranks
+        self._moving_ns, self._exposed_ns, self._untimed = np.zeros((3, len(ranks)), np.int64)
+
+    def add(self, window: StepWindow) -> None:
+        """Add the communication in a window's steps."""
+        for trace_index in range(len(self._ranks)):
+            begins_ns, ends_ns, untimed_count = _moving(window, trace_index)
+            waits = window.waits[trace_index]
+            exposed_ns = _within(ends_ns, waits) - _within(begins_ns, waits)
+            self._moving_ns[trace_index] += (ends_ns - begins_ns).sum()
+            self._exposed_ns[trace_index] += exposed_ns.sum()
+            self._untimed[trace_index] += untimed_count
+
+    def result(self) -> tuple[RankOverlap, ...]:
+        """Return the overlap of communication and compute of each rank that left a trace."""
+        return tuple(
+            RankOverlap(
+                rank=int(rank),
+                moving_s=float(self._moving_ns[i]) / 1e9,
+                exposed_s=float(self._exposed_ns[i]) / 1e9,
+                untimed_count=int(self._untimed[i]),
+            )
+            for i, rank in enumerate(self._ranks.tolist())
+        )
 
 
-def _of_rank(analysis: Analysis, trace_index: int) -> RankOverlap:
-    matches = analysis.matches
+def _moving(window: StepWindow, trace_index: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return when data of a rank moved, and how many calls are left out, in a window's steps.
+
+    That is begins and ends of disjoint intervals, in order.
+    """
+    matches = window.matches
     calls = matches.calls[matches.calls_of(trace_index)]
     instances = matches.instances[calls["instance"]]
     timed = calls["timed"] & instances["agrees"]
     messages = matches.messages[matches.messages_of(trace_index)]
     known = messages["partner"] != NONE
-    messages, unmatched = messages[known], int((~known).sum())
+    untimed_count = int((~calls["timed"] & window.inside(calls["step"])).sum())
+    untimed_count += int((~known & window.inside(messages["step"])).sum())
+    messages = messages[known]
     others = matches.messages[messages["partner"]]
     begins_ns = np.concatenate(
         [instances["last_ns"][timed], np.maximum(messages["enter_ns"], others["enter_ns"])]
     )
     ends_ns = np.concatenate([calls["exit_ns"][timed], messages["exit_ns"]])
-    begins_ns, ends_ns = _union(begins_ns, ends_ns)
-    waits = analysis.waits[trace_index]
-    exposed_ns = _within(ends_ns, waits) - _within(begins_ns, waits)
-    return RankOverlap(
-        rank=int(matches.ranks[trace_index]),
-        moving_s=float((ends_ns - begins_ns).sum()) / 1e9,
-        exposed_s=float(exposed_ns.sum()) / 1e9,
-        untimed_count=int((~calls["timed"]).sum()) + unmatched,
-    )
+    first_ns, stop_ns = window.bounds_ns(trace_index)
+    begins_ns, ends_ns = np.maximum(begins_ns, first_ns), np.minimum(ends_ns, stop_ns)
+    return (*_union(begins_ns, ends_ns), untimed_count)
 
 
 def _union(begins_ns: np.ndarray, ends_ns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paceline.trace.efficiency.graph import ranges
+
 if TYPE_CHECKING:
     from paceline.trace.efficiency.graph import DependencyGraph
 
@@ -70,7 +72,7 @@ def order_levels(graph: DependencyGraph) -> Levels:
             level[ready] = number
             number += 1
             first, last = out_starts[ready], out_starts[ready + 1]
-            leaving = by_source[_ranges(first, last)]
+            leaving = by_source[ranges(first, last)]
             targets = edges["target"][leaving[kept[leaving]]]
             np.subtract.at(open_edges, targets, 1)
             reached = np.unique(targets)
@@ -98,13 +100,6 @@ def _cut(
     return np.array([first])
 
 
-def _ranges(first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Return the numbers of all ranges [first, last), one range after the other."""
-    counts = last - first
-    before = np.cumsum(counts) - counts
-    return np.asarray(np.arange(int(counts.sum())) - np.repeat(before - first, counts))
-
-
 def _sorted_by_level(graph: DependencyGraph, level: np.ndarray, kept: np.ndarray) -> Levels:
     nodes = np.argsort(level, kind="stable")
     place = np.empty(len(nodes), dtype=np.int64)
@@ -123,13 +118,24 @@ def _sorted_by_level(graph: DependencyGraph, level: np.ndarray, kept: np.ndarray
     )
 
 
-def replay_ns(graph: DependencyGraph, levels: Levels, scenarios: list[Lengths]) -> np.ndarray:
+def replay_ns(
+    graph: DependencyGraph,
+    levels: Levels,
+    scenarios: list[Lengths],
+    begins_ns: np.ndarray,
+    origin_ns: int,
+) -> np.ndarray:
     """Return when each node happens in each scenario, shape (scenarios, nodes), nanoseconds.
 
-    Times are counted from the first begin of a rank; nodes without edges happen when recorded.
+    Args:
+        graph: of some steps.
+        levels: of the graph.
+        scenarios: what edges and waits take.
+        begins_ns: when ranks begin these steps in each scenario, shape (scenarios, traces).
+        origin_ns: times are counted from this one of the run.
     """
-    origin = graph.recorded_ns[graph.begins[:-1]].min()
-    times = np.repeat((graph.recorded_ns - origin)[None].astype(np.float64), len(scenarios), axis=0)
+    times = np.repeat((graph.recorded_ns - origin_ns)[None].astype(np.float64), len(scenarios), 0)
+    times[:, graph.begins[:-1]] = begins_ns
     lengths = np.stack([scenario.edges_ns[levels.edges] for scenario in scenarios])
     overheads = np.stack([scenario.overhead_ns for scenario in scenarios])
     sources = graph.edges["source"][levels.edges]

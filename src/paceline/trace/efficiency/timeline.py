@@ -16,7 +16,7 @@ from paceline.trace.analysis.phases import PHASE_OF_KIND, parents_of
 from paceline.trace.format.events import MAIN, Kind
 
 if TYPE_CHECKING:
-    from paceline.trace.analysis import Analysis
+    from paceline.trace.efficiency.window import StepWindow
 
 _WAITING, _TRANSFER, _OTHER = (PHASES.index(name) for name in ("waiting", "transfer", "other"))
 _PASSES = ("forward", "backward")
@@ -64,18 +64,18 @@ class PhaseTimeline:
 
 
 def phase_timeline(
-    analysis: Analysis, trace_index: int, *, with_waits: bool = True
+    window: StepWindow, trace_index: int, *, with_waits: bool = True
 ) -> PhaseTimeline:
     """Return the phases of a rank's main thread.
 
     Args:
-        analysis: of the run.
+        window: steps of the run.
         trace_index: the rank's index among those that left a trace.
         with_waits: without them, a wait belongs to the phase in which it is.
 
     Cost: 100 bytes for each event of the main thread, held while the timeline is.
     """
-    spans, phases = _spans(analysis, trace_index, with_waits=with_waits)
+    spans, phases = _spans(window, trace_index, with_waits=with_waits)
     order = np.lexsort((-spans[:, 1], spans[:, 0]))
     spans, phases = spans[order], phases[order]
     events = np.zeros(len(spans), [("begin_ns", "<i8"), ("end_ns", "<i8")])
@@ -96,11 +96,11 @@ def phase_timeline(
 
 
 def _spans(
-    analysis: Analysis, trace_index: int, *, with_waits: bool
+    window: StepWindow, trace_index: int, *, with_waits: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return begin and end of what is timed, shape (spans, 2), and its phases; none is empty."""
-    rank, clock = analysis.trace.ranks[trace_index], analysis.trace.clocks[trace_index]
-    waits = analysis.waits[trace_index][: None if with_waits else 0]
+    rank, clock = window.trace.ranks[trace_index], window.trace.clocks[trace_index]
+    waits = window.waits[trace_index][: None if with_waits else 0]
     kinds = rank.events["kind"]
     phase_of = np.where(kinds == Kind.STAGE, _stage_phases(rank.names)[rank.events["name"]],
                         PHASE_OF_KIND[kinds])  # fmt: skip

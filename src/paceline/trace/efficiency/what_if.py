@@ -18,8 +18,8 @@ from paceline.trace.efficiency.replay import Lengths
 from paceline.trace.efficiency.timeline import IO_PHASES, phase_timeline
 
 if TYPE_CHECKING:
-    from paceline.trace.analysis import Analysis
     from paceline.trace.efficiency.graph import DependencyGraph
+    from paceline.trace.efficiency.window import StepWindow
 
 RECORDED = "as recorded"
 FREE_COMMUNICATION = "free communication"
@@ -56,7 +56,7 @@ def scenario_lengths(graph: DependencyGraph, io_ns: np.ndarray) -> list[Lengths]
     transfer_ns = edges["transfer_ns"].astype(np.float64)
     overhead_ns = graph.overhead_ns.astype(np.float64)
     none_ns = np.zeros_like(overhead_ns)
-    balanced_ns = part_ns * _balance(graph)
+    balanced_ns = part_ns + _computing_ns(graph) * (_balance(graph) - 1)
     return [
         Lengths(part_ns + transfer_ns, overhead_ns),
         Lengths(part_ns, none_ns),
@@ -94,20 +94,35 @@ def _balance(graph: DependencyGraph) -> np.ndarray:
     factors = own_ns.mean(axis=0) / np.where(own_ns > 0, own_ns, 1.0)
     edges = graph.edges
     found = np.ones(len(edges))
-    inside = np.flatnonzero((edges["segment"] >= 0) & (edges["part_ns"] > 0))
+    inside = np.flatnonzero(edges["segment"] >= 0)
     found[inside] = factors.ravel()[place[edges["segment"][inside]]]
     return found
 
 
-def edge_io_ns(analysis: Analysis, graph: DependencyGraph) -> np.ndarray:
+def _computing_ns(graph: DependencyGraph) -> np.ndarray:
+    """Return the part of each edge in which the rank computes in its segment, shape (edges,).
+
+    What comes before or after a step is that of another step, which these factors are not of.
+    """
+    edges = graph.edges
+    found = np.zeros(len(edges), dtype=np.int64)
+    inside = np.flatnonzero(edges["segment"] >= 0)
+    segments = graph.segments[edges["segment"][inside]]
+    lengths_ns = segments["end_ns"] - segments["begin_ns"]
+    found[inside] = np.clip(edges["part_ns"][inside], 0, lengths_ns)
+    return found
+
+
+def edge_io_ns(window: StepWindow, graph: DependencyGraph) -> np.ndarray:
     """Return how long each edge reads input or writes a checkpoint, shape (edges,)."""
     edges = graph.edges
     found = np.zeros(len(edges))
-    inside = np.flatnonzero((edges["segment"] >= 0) & (edges["part_ns"] > 0))
+    computing_ns = _computing_ns(graph)
+    inside = np.flatnonzero(computing_ns)
     segments = graph.segments[edges["segment"][inside]]
     for trace_index, own in enumerate(rows_by(segments["trace"], len(graph.begins) - 1)):
-        timeline = phase_timeline(analysis, trace_index)
+        timeline = phase_timeline(window, trace_index)
         begins_ns = segments["begin_ns"][own]
-        spent_ns = timeline.between_ns(begins_ns, begins_ns + edges["part_ns"][inside[own]])
+        spent_ns = timeline.between_ns(begins_ns, begins_ns + computing_ns[inside[own]])
         found[inside[own]] = spent_ns[:, IO_PHASES].sum(axis=1)
     return found

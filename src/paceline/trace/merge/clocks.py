@@ -2,16 +2,19 @@
 
 Ranks of one node share CLOCK_MONOTONIC, recognised by the kernel's boot id. Between nodes a clock
 differs by a linear function of time: an offset, and a drift of some parts per million, which is a
-tenth of a second per hour. Both follow from the collectives: no rank leaves a synchronising
-collective before all ranks have entered it, so for each such collective and two ranks a and b
+tenth of a second per hour. Both follow from what ranks exchange, from the first exchange of the run
+to its last: no rank leaves a synchronising collective before all ranks have entered it, and no
+message arrives before it was sent. So for each such collective and ranks a of the first rank's node
+and b of another
 
     issue_a <= run(completion_b)     and     run(issue_b) <= completion_a
 
-with run(t) = t + offset + drift (t - at): points below and points above the line. The chosen line
-keeps a vertical distance from both kinds of points: among the drifts that leave nine tenths of the
+and for a message from a to b the first, for one from b to a the second, with
+run(t) = t + offset + drift (t - at): points below and points above the line. The chosen line keeps
+a vertical distance from both kinds of points: among the drifts that leave nine tenths of the
 largest distance it has the smallest drift, since a short run tells little about drift. Every line
 between the points could be the true line, so the error is the largest distance to any such line
-over the node's events: about the duration of the fastest collectives. If no line separates the
+over the node's events: about the duration of the fastest exchanges. If no line separates the
 points, the clock was set or slewed during the run: the chosen line then contradicts the points as
 little as possible, and its error is unknown.
 
@@ -78,56 +81,132 @@ def fit_clocks(ranks: Sequence[RankTrace], matches: Matches) -> tuple[ClockCorre
         ranks: traces of a run, ordered by rank.
         matches: their matched collectives and messages, with times on each rank's own clock.
     """
-    nodes: dict[str, list[int]] = {}
-    for index, rank in enumerate(ranks):
-        nodes.setdefault(_node(rank), []).append(index)
-    home = _node(ranks[0])
-    synchronising = matches.synchronising() if len(nodes) > 1 else np.zeros(0, dtype=bool)
-    by_node = {
-        node: ClockCorrection()
-        if node == home
-        else _node_clock(ranks, members, matches, synchronising)
-        for node, members in nodes.items()
-    }
-    return tuple(by_node[_node(rank)] for rank in ranks)
+    bounds = ClockBounds(ranks)
+    bounds.add(matches)
+    return bounds.fit([span_of_events(rank.events) for rank in ranks])
+
+
+def span_of_events(events: np.ndarray) -> tuple[int, int] | None:
+    """Return the first begin and the last end of a rank's events; None without events."""
+    if not len(events):
+        return None
+    return int(events["begin_ns"].min()), int(events["end_ns"].max())
+
+
+class ClockBounds:
+    """What the exchanges of a run say of its nodes' clocks; given part by part, if it is large."""
+
+    def __init__(self, ranks: Sequence[RankTrace]) -> None:
+        """Make the bounds of the nodes on which `ranks`, in order, ran."""
+        self._statuses = [rank.status for rank in ranks]
+        self._nodes: dict[str, list[int]] = {}
+        for index, rank in enumerate(ranks):
+            self._nodes.setdefault(_node(rank), []).append(index)
+        self._home = _node(ranks[0])
+        empty = np.zeros((0, 2), dtype=np.int64)
+        self._points = {node: (empty, empty) for node in self._nodes if node != self._home}
+
+    @property
+    def needed(self) -> bool:
+        """Whether there is more than one clock."""
+        return len(self._nodes) > 1
+
+    def add(self, matches: Matches) -> None:
+        """Take in matched collectives and messages, with times on each rank's own clock.
+
+        Cost: sorts the times of the collectives and messages between the first node and others.
+        """
+        if not self.needed:
+            return
+        at_home = np.isin(np.arange(len(self._statuses)), self._nodes[self._home])
+        lower, upper = _collective_bounds(matches, at_home)
+        more = _message_bounds(matches, at_home)
+        for node, (below, above) in self._points.items():
+            members = self._nodes[node]
+            found = []
+            for side, known, parts in ((1, below, (lower, more[0])), (-1, above, (upper, more[1]))):
+                points = [known]
+                points += [rows[np.isin(traces, members)] for traces, rows in parts]
+                joined = np.concatenate(points)
+                found.append(_kept(joined, side) if len(joined) else joined)
+            self._points[node] = (found[0], found[1])
+
+    def fit(self, spans: Sequence[tuple[int, int] | None]) -> tuple[ClockCorrection, ...]:
+        """Return the clock correction of each rank.
+
+        Args:
+            spans: first and last time of each rank's events, from `span_of_events`.
+        """
+        by_node = {self._home: ClockCorrection()}
+        for node, (below, above) in self._points.items():
+            members = self._nodes[node]
+            known = [span for span in (spans[index] for index in members) if span is not None]
+            if not len(below) or not len(above):  # only the wall clocks are left
+                by_node[node] = self._by_wall_clock(members[0])
+                continue
+            span = (min(begin for begin, _ in known), max(end for _, end in known))
+            by_node[node] = fit_clock((below[:, 0], below[:, 1]), (above[:, 0], above[:, 1]), span)
+        order = {index: node for node, members in self._nodes.items() for index in members}
+        return tuple(by_node[order[index]] for index in range(len(self._statuses)))
+
+    def _by_wall_clock(self, member: int) -> ClockCorrection:
+        """Return the difference of wall clocks, whose error is unknown."""
+        first, here = self._statuses[member], self._statuses[0]
+        offset_ns = (first.opened_realtime_ns - first.opened_monotonic_ns) - (
+            here.opened_realtime_ns - here.opened_monotonic_ns
+        )
+        return ClockCorrection(offset_ns=offset_ns, error_ns=None)
 
 
 def _node(rank: RankTrace) -> str:
     return rank.status.boot_id or f"unknown node of rank {rank.rank}"
 
 
-def _node_clock(
-    ranks: Sequence[RankTrace], members: list[int], matches: Matches, synchronising: np.ndarray
-) -> ClockCorrection:
-    """Return the clock of a node, from the collectives that its ranks shared with the first rank.
+# Traces, and for each a time on its clock and a bound of the clock's offset then, (points, 2).
+_Bounds = tuple[np.ndarray, np.ndarray]
 
-    Args:
-        ranks: traces of a run, ordered by rank.
-        members: indices in `ranks` of the traces of this node.
-        matches: the matched collectives and messages of `ranks`.
-        synchronising: mask over calls, from `Matches.synchronising`.
-    """
+
+def _collective_bounds(matches: Matches, at_home: np.ndarray) -> tuple[_Bounds, _Bounds]:
+    """Return lower and upper bounds, from the synchronising collectives of home and other ranks."""
     calls = matches.calls
-    of_first = np.full(len(matches.instances), -1, dtype=np.int64)
-    own = np.flatnonzero(synchronising & (calls["trace"] == 0))
-    of_first[calls["instance"][own]] = own
-    theirs = np.flatnonzero(synchronising & np.isin(calls["trace"], members))
-    ours = of_first[calls["instance"][theirs]]
-    theirs, ours = theirs[ours >= 0], ours[ours >= 0]
-    if not len(theirs):  # only the wall clocks are left, whose error is unknown
-        first, here = ranks[members[0]].status, ranks[0].status
-        offset_ns = (first.opened_realtime_ns - first.opened_monotonic_ns) - (
-            here.opened_realtime_ns - here.opened_monotonic_ns
-        )
-        return ClockCorrection(offset_ns=offset_ns, error_ns=None)
-    enter_a, exit_a = calls["enter_ns"][ours], calls["exit_ns"][ours]
-    enter_b, exit_b = calls["enter_ns"][theirs], calls["exit_ns"][theirs]
-    events = [ranks[index].events for index in members if len(ranks[index].events)]
-    span = (
-        int(min(table["begin_ns"].min() for table in events)),
-        int(max(table["end_ns"].max() for table in events)),
+    rows = np.flatnonzero(matches.synchronising())
+    own = rows[at_home[calls["trace"][rows]]]
+    limits = np.iinfo(np.int64)
+    entered_ns = np.full(len(matches.instances), limits.min)
+    left_ns = np.full(len(matches.instances), limits.max)
+    np.maximum.at(entered_ns, calls["instance"][own], calls["enter_ns"][own])
+    np.minimum.at(left_ns, calls["instance"][own], calls["exit_ns"][own])
+    theirs = rows[~at_home[calls["trace"][rows]]]
+    theirs = theirs[entered_ns[calls["instance"][theirs]] != limits.min]
+    calls = calls[theirs]
+    return (
+        _bounds(calls["trace"], calls["exit_ns"], entered_ns[calls["instance"]]),
+        _bounds(calls["trace"], calls["enter_ns"], left_ns[calls["instance"]]),
     )
-    return fit_clock((exit_b, enter_a - exit_b), (enter_b, exit_a - enter_b), span)
+
+
+def _message_bounds(matches: Matches, at_home: np.ndarray) -> tuple[_Bounds, _Bounds]:
+    """Return lower and upper bounds, from the messages between home and other ranks."""
+    messages = matches.messages
+    rows = np.flatnonzero(messages["sends"] & (messages["partner"] >= 0))
+    sent, received = messages[rows], messages[messages["partner"][rows]]
+    from_home, to_home = at_home[sent["trace"]], at_home[received["trace"]]
+    out = from_home & ~to_home & received["timed"]
+    back = ~from_home & to_home & received["timed"]
+    return (
+        _bounds(received["trace"][out], received["exit_ns"][out], sent["enter_ns"][out]),
+        _bounds(sent["trace"][back], sent["enter_ns"][back], received["exit_ns"][back]),
+    )
+
+
+def _bounds(traces: np.ndarray, times_ns: np.ndarray, home_ns: np.ndarray) -> _Bounds:
+    return traces, np.stack([times_ns, home_ns - times_ns], axis=1)
+
+
+def _kept(points: np.ndarray, side: int) -> np.ndarray:
+    """Return the points that a line can touch: lower bounds (`side` 1), or upper ones (-1)."""
+    hull = _hull(points[:, 0], side * points[:, 1])
+    return np.asarray(hull * np.array([1, side]))
 
 
 def fit_clock(
@@ -146,7 +225,7 @@ def fit_clock(
     at_ns, base_ns = int(below[0].min()), int(below[1][0])
 
     def relative(points: tuple[np.ndarray, np.ndarray], side: int) -> tuple[np.ndarray, np.ndarray]:
-        hull = _hull(points[0] - at_ns, side * (points[1] - base_ns))
+        hull = _hull(points[0] - at_ns, side * (points[1] - base_ns)).astype(np.float64)
         return hull[:, 0], side * hull[:, 1]
 
     (low_x, low_y), (high_x, high_y) = relative(below, 1), relative(above, -1)
@@ -181,7 +260,7 @@ def fit_clock(
 
 
 def _hull(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return the upper convex hull of points, by x, as floats: no other point can touch a line.
+    """Return the upper convex hull of points, by x: no other point can touch a line above them.
 
     Source: A. M. Andrew, Another efficient algorithm for convex hulls in two dimensions (1979).
     """
@@ -191,7 +270,7 @@ def _hull(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         while len(hull) > 1 and _turn(hull[-2], hull[-1], point) >= 0:
             hull.pop()
         hull.append(point)
-    return np.array(hull, dtype=np.float64)
+    return np.array(hull, dtype=np.int64)
 
 
 def _turn(a: tuple[int, int], b: tuple[int, int], c: tuple[int, int]) -> int:

@@ -5,22 +5,23 @@ Each rank's file stays as it was written; `load_run` merges the files in memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import CorruptTrace, NotFound, storage_errors
 from paceline.trace.format.files import RankTrace, read_trace
-from paceline.trace.merge.blocking import add_waits
 from paceline.trace.merge.clocks import ClockCorrection, fit_clocks
-from paceline.trace.merge.evaluation import find_evaluations
 from paceline.trace.merge.matches import Matches
 from paceline.trace.merge.matching import match
-from paceline.trace.merge.repetition import mark_repetitions
-from paceline.trace.merge.steps import join_steps
-from paceline.trace.merge.timing import on_run_clock
+from paceline.trace.merge.prepare import prepared
+from paceline.trace.merge.timing import Violations, on_run_clock
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
+
+    from paceline.trace.format.header import Status
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -31,11 +32,13 @@ class Trace:
         ranks: the trace of each rank that left one, ordered by rank.
         clocks: the clock correction of each trace.
         matches: matched collectives and messages, with times on the run's clock.
+        violations: what contradicted causality on that clock, and was repaired in `matches`.
     """
 
     ranks: tuple[RankTrace, ...]
     clocks: tuple[ClockCorrection, ...]
     matches: Matches
+    violations: Violations = field(default_factory=Violations)
 
     @property
     def world_size(self) -> int:
@@ -53,13 +56,12 @@ class Trace:
         return tuple(sorted(set(range(self.world_size)) - {rank.rank for rank in self.ranks}))
 
 
-def load_run(run: Path) -> Trace:
-    """Return the merged traces of the run in folder `run`.
+def trace_paths(run: Path) -> list[Path]:
+    """Return the paths of the traces of the run in folder `run`, ordered by rank.
 
     Raises:
         NotFound: there is no run, or it holds no traces.
-        CorruptTrace: a trace is damaged; the rank is named.
-        StorageError: the folder or a trace cannot be read.
+        StorageError: the folder cannot be read.
     """
     folder = run / "trace"
     fix = "Check that you may read the folder"
@@ -74,7 +76,18 @@ def load_run(run: Path) -> Trace:
         raise NotFound(
             "no traces", where=str(folder), fix="Record a run first: paceline run script.py"
         )
-    return merge([read_trace(path) for path in paths])
+    return paths
+
+
+def load_run(run: Path) -> Trace:
+    """Return the merged traces of the run in folder `run`.
+
+    Raises:
+        NotFound: there is no run, or it holds no traces.
+        CorruptTrace: a trace is damaged; the rank is named.
+        StorageError: the folder or a trace cannot be read.
+    """
+    return merge([read_trace(path) for path in trace_paths(run)])
 
 
 def merge(ranks: list[RankTrace]) -> Trace:
@@ -84,22 +97,42 @@ def merge(ranks: list[RankTrace]) -> Trace:
         CorruptTrace: two traces claim the same rank, or they are of different runs.
     """
     ranks = sorted(ranks, key=lambda r: r.rank)
-    ranks = mark_repetitions([add_waits(rank) for rank in ranks])
-    ranks = [find_evaluations(rank) for rank in join_steps(ranks)]
-    numbers = [rank.rank for rank in ranks]
+    ranks = list(prepared([partial(_same, rank) for rank in ranks]))
+    check_one_run([rank.status for rank in ranks])
+    matches = match(ranks)
+    clocks = fit_clocks(ranks, matches)
+    return on_one_clock(ranks, matches, clocks)
+
+
+def on_one_clock(
+    ranks: Sequence[RankTrace], matches: Matches, clocks: Sequence[ClockCorrection]
+) -> Trace:
+    """Return the trace of ranks whose matches have times on each rank's own clock."""
+    matches, violations = on_run_clock(matches, clocks)
+    return Trace(ranks=tuple(ranks), clocks=tuple(clocks), matches=matches, violations=violations)
+
+
+def check_one_run(statuses: Sequence[Status]) -> None:
+    """Check that traces are of different ranks of one run.
+
+    Raises:
+        CorruptTrace: two traces claim the same rank, or they are of different runs.
+    """
+    numbers = [status.rank for status in statuses]
     if len(set(numbers)) != len(numbers):
         raise CorruptTrace(
             "two traces claim the same rank",
             where=f"ranks {numbers}",
             fix="Keep the traces of one run in a folder",
         )
-    sizes = sorted({rank.status.world_size for rank in ranks})
+    sizes = sorted({status.world_size for status in statuses})
     if len(sizes) > 1:
         raise CorruptTrace(
             "the traces are of runs with different numbers of ranks",
             where=f"runs of {sizes} ranks",
             fix="Keep the traces of one run in a folder",
         )
-    matches = match(ranks)
-    clocks = fit_clocks(ranks, matches)
-    return Trace(ranks=tuple(ranks), clocks=clocks, matches=on_run_clock(matches, clocks))
+
+
+def _same(rank: RankTrace) -> RankTrace:
+    return rank

@@ -14,7 +14,8 @@ repetition and after the last is in no step. A program without enough repetition
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from paceline.trace.format.events import BY_REPETITION, BY_RUN, EQUAL_SIZES, Kin
 from paceline.trace.merge.keys import row_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
     from paceline.trace.format.files import RankTrace
 
@@ -32,23 +33,39 @@ _LEAST = 0.5  # share of the collectives that a loop has
 _MOST = 0.9  # from this share on no longer period is looked for
 
 
-def mark_repetitions(ranks: Sequence[RankTrace]) -> list[RankTrace]:
-    """Return the traces with a mark at the end of each repetition, if they have no other marks."""
-    if not all(_marks_none(rank) for rank in ranks):
-        return list(ranks)
-    calls = [_calls_of_all(rank) for rank in ranks]
-    count = min((len(own) for own in calls), default=0)
-    calls = [own[:count] for own in calls]
-    codes = [_signatures(rank, own) for rank, own in zip(ranks, calls, strict=True)]
-    if not count or any(own != codes[0] for own in codes[1:]):
-        return list(ranks)
-    _, numbers = np.unique(np.array(codes[0]), return_inverse=True)
+class Repetition(NamedTuple):
+    """The loop of an MPI program, in collectives of all ranks."""
+
+    first: int  # number of the collective with which the first repetition begins
+    lasts: np.ndarray  # of those with which repetitions end
+
+
+def common_repetition(ranks: Iterable[RankTrace]) -> Repetition | None:
+    """Return the repetition of the collectives of all ranks; None if there is none.
+
+    There is none either if a rank has marks of its own, or if ranks differ in their collectives as
+    far as all of them have any.
+    """
+    codes: list[str] = []  # of the first rank
+    shortest = agreed = sys.maxsize
+    for number, rank in enumerate(ranks):
+        if not _marks_none(rank):
+            return None
+        own = _signatures(rank, _calls_of_all(rank))
+        if number == 0:
+            codes = own
+        shortest = min(shortest, len(own))
+        pairs = zip(own, codes, strict=False)
+        end = min(len(own), len(codes))
+        differs = (at for at, (a, b) in enumerate(pairs) if a != b)
+        agreed = min(agreed, end if own[:end] == codes[:end] else next(differs))
+    if not 0 < shortest <= agreed:
+        return None
+    _, numbers = np.unique(np.array(codes[:shortest]), return_inverse=True)
     period, first, repetitions = find_repetition(numbers)
     if not period:
-        return list(ranks)
-    lasts = first + period * np.arange(1, repetitions + 1) - 1
-    marked = [_mark(rank, own, first, lasts) for rank, own in zip(ranks, calls, strict=True)]
-    return [rank for rank in marked if rank is not None] if all(marked) else list(ranks)
+        return None
+    return Repetition(first, first + period * np.arange(1, repetitions + 1) - 1)
 
 
 def find_repetition(codes: np.ndarray) -> tuple[int, int, int]:
@@ -115,15 +132,9 @@ def _signatures(rank: RankTrace, calls: np.ndarray) -> list[str]:
     return [texts[number] for number in inverse]
 
 
-def _mark(rank: RankTrace, calls: np.ndarray, first: int, lasts: np.ndarray) -> RankTrace | None:
-    """Return the trace with steps that end with the calls `lasts`; None if ends do not increase.
-
-    Args:
-        rank: a trace.
-        calls: its collectives.
-        first: row of the call with which the first repetition begins.
-        lasts: rows of the calls with which repetitions end.
-    """
+def mark_repetition(rank: RankTrace, repetition: Repetition) -> RankTrace | None:
+    """Return the trace with a step for each repetition; None if their ends do not increase."""
+    calls, (first, lasts) = _calls_of_all(rank), repetition
     ends = calls["end_ns"][lasts]
     before = calls["end_ns"][first - 1] if first else min(calls["begin_ns"][0], _begin_ns(rank))
     bounds = np.concatenate([[before], ends])

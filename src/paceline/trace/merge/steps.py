@@ -49,7 +49,7 @@ from paceline.trace.format.events import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
     from paceline.trace.format.files import RankTrace
 
@@ -103,17 +103,50 @@ class _Marks:
     has_batch: np.ndarray
 
 
-def join_steps(ranks: Sequence[RankTrace]) -> list[RankTrace]:
-    """Return the traces with steps of the loop in place of their marks, and with `step_rule`.
+def join_steps(rank: RankTrace, has_batch: np.ndarray | None = None) -> RankTrace:
+    """Return the trace with steps of the loop in place of its marks, and with `step_rule`.
+
+    Args:
+        rank: a trace.
+        has_batch: what `shared_batches` found for it; None: what it knows by itself.
+    """
+    marks = _marks_of(rank)
+    if marks is None:
+        return rank
+    if has_batch is not None:
+        marks = dataclasses.replace(marks, has_batch=has_batch)
+    return _join(rank, marks)
+
+
+def shared_batches(ranks: Iterable[RankTrace]) -> list[np.ndarray | None]:
+    """Return for each rank before which of its optimizer's steps a loader gave a batch.
 
     A batch that the loader of one rank gave may be for all of them: where the same optimizers
-    stepped in the same order, ranks count the same steps whichever of them has the loader.
+    stepped in the same order, ranks count the same steps whichever of them has the loader. The
+    order is that of the rank with the most marks; the others may have ended before. None for ranks
+    of which no optimizer ends the steps.
     """
-    found = _share_batches([_marks_of(rank) for rank in ranks])
-    return [
-        rank if marks is None else _join(rank, marks)
-        for rank, marks in zip(ranks, found, strict=True)
+    found = [
+        (marks.source_ids, marks.has_batch)
+        if marks is not None and marks.rule is StepRule.OPTIMIZER
+        else None
+        for marks in map(_marks_of, ranks)
     ]
+    longest = max((own[0] for own in found if own), key=len, default=np.zeros(0))
+    common = np.zeros(len(longest), dtype=bool)
+    shared: list[np.ndarray | None] = []
+    for own in found:
+        if own is None:
+            shared.append(None)
+            continue
+        source_ids, has_batch = own
+        count = len(source_ids)
+        if (source_ids == longest[:count]).all():
+            view = common[:count]  # of what later ranks add, too
+            view |= has_batch
+            has_batch = view
+        shared.append(has_batch)
+    return shared
 
 
 def _marks_of(rank: RankTrace) -> _Marks | None:
@@ -126,26 +159,6 @@ def _marks_of(rank: RankTrace) -> _Marks | None:
     is_optimizer = rule is StepRule.OPTIMIZER
     has_batch = _has_batch(rank, marks[ends]) if is_optimizer else np.zeros(0, dtype=bool)
     return _Marks(rule, marks, ends, marks["tag"][ends], has_batch)
-
-
-def _share_batches(found: Sequence[_Marks | None]) -> list[_Marks | None]:
-    """Return the marks of the ranks, with common batches where optimizers stepped in one order.
-
-    The order is that of the rank with the most marks; the others may have ended before.
-    """
-    orders = [marks.source_ids for marks in found if marks and marks.rule is StepRule.OPTIMIZER]
-    longest = max(orders, key=len, default=np.zeros(0))
-    common = np.zeros(len(longest), dtype=bool)
-    shared: list[_Marks | None] = []
-    for marks in found:
-        if marks and marks.rule is StepRule.OPTIMIZER:
-            count = len(marks.source_ids)
-            if (marks.source_ids == longest[:count]).all():
-                view = common[:count]  # of what later ranks add, too
-                view |= marks.has_batch
-                marks = dataclasses.replace(marks, has_batch=view)
-        shared.append(marks)
-    return shared
 
 
 def _join(rank: RankTrace, found: _Marks) -> RankTrace:
