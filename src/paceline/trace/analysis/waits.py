@@ -34,6 +34,8 @@ from paceline.trace.merge.keys import collective_keys, row_ids
 from paceline.trace.merge.matches import NO_TIME, NONE
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from paceline.trace.merge import Trace
     from paceline.trace.merge.matches import Matches
 
@@ -56,22 +58,26 @@ AWAITED = np.dtype([("wait", "<i8"), ("call", "<i8")])
 
 def wait_intervals(trace: Trace) -> tuple[np.ndarray, ...]:
     """Return one array of `WAIT_INTERVAL` per rank: a row per WAIT event, ordered by begin time."""
-    synchronising = trace.matches.synchronising()
-    return tuple(
-        _RankWaits(trace, trace_index, synchronising).find()
-        for trace_index in range(len(trace.ranks))
-    )
+    return tuple(found for found, _ in _by_rank(trace))
 
 
 def awaited_calls(trace: Trace) -> tuple[np.ndarray, ...]:
     """Return one array of `AWAITED` per rank: the collectives that each of its waits was for."""
+    return tuple(awaited for _, awaited in _by_rank(trace))
+
+
+def waits_and_calls(trace: Trace) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+    """Return both `wait_intervals` and `awaited_calls`, at the cost of one of them."""
+    both = list(_by_rank(trace))
+    return tuple(found for found, _ in both), tuple(awaited for _, awaited in both)
+
+
+def _by_rank(trace: Trace) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     synchronising = trace.matches.synchronising()
-    found = []
     for trace_index in range(len(trace.ranks)):
         waits = _RankWaits(trace, trace_index, synchronising)
-        waits.find()
-        found.append(np.concatenate(waits.awaited))
-    return tuple(found)
+        found = waits.find()
+        yield found, np.concatenate(waits.awaited)
 
 
 class _RankWaits:

@@ -21,6 +21,7 @@ from paceline.core.breakdown import PHASES
 from paceline.core.errors import NotFound
 from paceline.core.record import Record
 from paceline.trace.analysis.p_values import upper_tail_t
+from paceline.trace.analysis.waits import awaited_calls
 from paceline.trace.efficiency.dependencies import binding, wait_dependencies
 from paceline.trace.format.events import RECV, SEND, Kind
 
@@ -151,7 +152,8 @@ def _operations(analysis: Analysis) -> dict[str, np.ndarray]:
     """Return how long data of each operation moved, exposed, by step: the mean over ranks."""
     matches, steps = analysis.matches, analysis.steps
     names = (*matches.operations, SEND, RECV)
-    rows = binding(wait_dependencies(analysis))
+    awaited = awaited_calls(analysis.trace)
+    rows = binding(wait_dependencies(matches, analysis.waits, awaited))
     starts = np.concatenate([[0], np.cumsum([len(waits) for waits in analysis.waits])])
     flat = starts[rows["trace"]] + rows["wait"]
     waits = np.concatenate(analysis.waits)[flat]

@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.trace.analysis.waits import awaited_calls
 from paceline.trace.format.events import ROOTED, SYNCHRONISING, TO_ROOT
 from paceline.trace.merge.matches import NO_TIME, NONE
 
 if TYPE_CHECKING:
-    from paceline.trace.analysis import Analysis
-    from paceline.trace.efficiency.window import StepWindow
+    from collections.abc import Sequence
+
     from paceline.trace.merge.matches import Matches
 
 
@@ -77,20 +76,25 @@ DEPENDENCY = np.dtype(
 )
 
 
-def wait_dependencies(analysis: Analysis | StepWindow) -> np.ndarray:
+def wait_dependencies(
+    matches: Matches, waits: Sequence[np.ndarray], awaited: Sequence[np.ndarray]
+) -> np.ndarray:
     """Return an array of `DEPENDENCY`, ordered by trace and wait.
 
     Waits that depend on no rank have no row, a drain has one for each collective. Collectives on
     which ranks do not agree are left out.
+
+    Args:
+        matches: the matched collectives and messages.
+        waits: one array of `WAIT_INTERVAL` per rank.
+        awaited: one array of `AWAITED` per rank.
     """
-    matches = analysis.matches
     last_calls, root_calls = _last_calls(matches), _root_calls(matches)
     found = [np.zeros(0, DEPENDENCY)]
-    for trace_index, awaited in enumerate(awaited_calls(analysis.trace)):
-        waits = analysis.waits[trace_index]
+    for trace_index, (own, calls) in enumerate(zip(waits, awaited, strict=True)):
         for rows in (
-            _on_collectives(matches, trace_index, waits, awaited, last_calls, root_calls),
-            _on_messages(matches, waits),
+            _on_collectives(matches, trace_index, own, calls, last_calls, root_calls),
+            _on_messages(matches, own),
         ):
             rows["trace"] = trace_index
             found.append(rows)

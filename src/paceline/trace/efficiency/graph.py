@@ -112,7 +112,7 @@ def dependency_graph(window: StepWindow) -> DependencyGraph:
     counts = np.array([len(place.nodes_ns) for place in places])
     begins = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     segments = np.concatenate([place.segments() for place in places])
-    dependencies = wait_dependencies(window)
+    dependencies = wait_dependencies(window.matches, window.waits, window.awaited)
     nodes_ns = np.concatenate([place.nodes_ns for place in places])
     wait_nodes = [
         np.where(place.wait_nodes >= 0, place.wait_nodes + begin, -1)

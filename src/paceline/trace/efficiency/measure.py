@@ -188,9 +188,9 @@ def _measured(run: MeasuredRun, step: int | None) -> RunEfficiency:
 def _opened(
     run: MeasuredRun, first: int, stop: int, *, run_first: int, run_stop: int
 ) -> StepWindow:
-    trace, waits = run.read(first, stop)
+    trace, waits, awaited = run.read(first, stop)
     steps = run.recorded.shape[1]
-    return StepWindow(trace, waits, first, stop, run_first, run_stop, steps)
+    return StepWindow(trace, waits, awaited, first, stop, run_first, run_stop, steps)
 
 
 def _part(window: StepWindow, begins_ns: np.ndarray | None, origin_ns: int) -> _Part:

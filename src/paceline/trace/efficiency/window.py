@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from paceline.trace.analysis.waits import wait_intervals
+from paceline.trace.analysis.waits import awaited_calls, waits_and_calls
 from paceline.trace.format.events import Kind
 from paceline.trace.merge import Trace
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from paceline.trace.merge.matches import Matches
     from paceline.trace.merge.windows import SpooledRun
 
-_WINDOW_EVENTS = 600_000  # of all ranks: an event takes up to 600 bytes while it is measured
+_Arrays = tuple[np.ndarray, ...]
+_WINDOW_EVENTS = 1_500_000  # of all ranks: an event takes some 300 bytes while it is measured
 _NEVER_NS = np.iinfo(np.int64).max
 
 
@@ -34,6 +35,7 @@ class StepWindow:
     Attributes:
         trace: the events of these steps at least, matched, on the run's clock.
         waits: one array of `WAIT_INTERVAL` per rank.
+        awaited: one array of `AWAITED` per rank.
         first_step, stop_step: the steps.
         run_first, run_stop: all steps that are measured.
         steps: number of steps that all ranks completed; `stop_step` is at most one more, for what
@@ -42,6 +44,7 @@ class StepWindow:
 
     trace: Trace
     waits: tuple[np.ndarray, ...]
+    awaited: tuple[np.ndarray, ...]
     first_step: int
     stop_step: int
     run_first: int
@@ -84,8 +87,8 @@ class MeasuredRun(Protocol):
     def windows(self, first: int, stop: int) -> list[tuple[int, int]]:
         """Return windows that cover the steps, each as its first step and its stop."""
 
-    def read(self, first: int, stop: int) -> tuple[Trace, tuple[np.ndarray, ...]]:
-        """Return the events and waits of a window's steps, and of those beside them at least."""
+    def read(self, first: int, stop: int) -> tuple[Trace, _Arrays, _Arrays]:
+        """Return events, waits and what they were for: of a window's steps and those beside."""
 
 
 class AnalysedRun:
@@ -93,6 +96,7 @@ class AnalysedRun:
 
     def __init__(self, analysis: Analysis) -> None:
         self._analysis = analysis
+        self._awaited = awaited_calls(analysis.trace)
         self.ranks = analysis.trace.ranks
         steps = analysis.steps
         self.recorded = np.array([rank.recorded[:steps] for rank in analysis.phases], dtype=bool)
@@ -102,10 +106,10 @@ class AnalysedRun:
         """Return one window."""
         return [(first, stop)] if first < stop else []
 
-    def read(self, first: int, stop: int) -> tuple[Trace, tuple[np.ndarray, ...]]:
+    def read(self, first: int, stop: int) -> tuple[Trace, _Arrays, _Arrays]:
         """Return all events and waits."""
         del first, stop  # all steps are there
-        return self._analysis.trace, self._analysis.waits
+        return self._analysis.trace, self._analysis.waits, self._awaited
 
 
 class StreamedRun:
@@ -121,7 +125,7 @@ class StreamedRun:
         """Return windows of at most so many events, but of some steps at least."""
         return self._spooled.windows(first, stop, self._window_events)
 
-    def read(self, first: int, stop: int) -> tuple[Trace, tuple[np.ndarray, ...]]:
+    def read(self, first: int, stop: int) -> tuple[Trace, _Arrays, _Arrays]:
         """Return the events and waits of a window's steps, and of some beside them."""
         trace = self._spooled.read(first, stop)
-        return trace, wait_intervals(trace)
+        return trace, *waits_and_calls(trace)
