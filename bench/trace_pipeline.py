@@ -212,8 +212,8 @@ def generated(report, folder, quick):
                s=time.perf_counter() - begin)  # fmt: skip
     if quick:  # headers of 4 KiB and members of the group of all count in a short run
         small, _ = write(folder / "long", GROUP, 20_000, play(GROUP, 20_000))
-        report.row(section="generated run", ranks=GROUP, bytes_per_event=small / GROUP / 20_000 / 16)
         total, events = small, GROUP * 20_000 * len(ROWS)
+        report.row(section="generated run", ranks=GROUP, bytes_per_event=total / events)
     report.bar("bytes an event on disk", total / events, MAX_EVENT_BYTES)
 
 
@@ -304,7 +304,8 @@ def clocks(report, folder, quick):
     received = messages[~messages["sends"] & (messages["partner"] >= 0)]
     sent = messages[received["partner"]]
     early = int((received["exit_ns"] < sent["enter_ns"]).sum())
-    report.row(section="clocks", nodes=NODES, ranks=ranks, seconds=float(times["end"].max() - START_NS) / 1e9,
+    run_s = float(times["end"].max() - START_NS) / 1e9
+    report.row(section="clocks", nodes=NODES, ranks=ranks, run_s=run_s,
                error_us=worst / US, stated_error_us=stated / US, latency_us=LATENCY_NS / US,
                repaired_messages=trace.violations.messages,
                repaired_collectives=trace.violations.collectives)  # fmt: skip

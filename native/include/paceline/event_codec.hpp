@@ -11,8 +11,8 @@ namespace paceline {
 
 struct Event;
 
-// The fewest bytes that an event takes: a reader that is told of more events than fit refuses them
-// before it makes room for them.
+// The fewest bytes that an event takes: a reader refuses a count of more events than fit before it
+// makes room for them.
 constexpr std::size_t packed_event_bytes_min = 3;
 
 // Returns the packed events. May throw std::bad_alloc.

@@ -241,7 +241,9 @@ def gather(run: Path, *, in_detail: bool = False) -> Report:
         missing=trace.missing_ranks,
         pipeline=pipeline_words(pipeline, bubble),
     )
-    gaps = gap_words(analysis.untimed_count, analysis.matches.mismatch_count)
+    gaps = gap_words(
+        analysis.untimed_count, analysis.matches.mismatch_count, analysis.trace.violations
+    )
     cut = cut_words(trace.ranks, steps, failed=failure is not None)
     rule = STEP_RULES[StepRule(analysis.step_rule)]
     # A run may do much after its last step and come to its end; a failure has its own sentence.

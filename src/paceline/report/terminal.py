@@ -156,7 +156,7 @@ def render_stats(stats: TraceStats) -> Group:
     if stats.traffic:
         parts += [Text(), _traffic(stats.traffic)]
     untimed = sum(line.untimed_count for line in stats.traffic)
-    for sentence in gap_words(untimed, stats.mismatch_count):
+    for sentence in gap_words(untimed, stats.mismatch_count, stats.violations):
         parts += [Text(), Text(sentence, style="yellow")]
     if stats.mismatches:
         parts += [Text(), _mismatches(stats.mismatches)]

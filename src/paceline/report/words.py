@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.runs.result import Failure, RunResult
     from paceline.trace.analysis.blame import Straggler
     from paceline.trace.analysis.nans import NanValue
+    from paceline.trace.merge.timing import Violations
 
 DOING = {
     "input": "waiting for data",
@@ -189,12 +190,13 @@ def nan_words(nan: NanValue | None) -> str:
     )
 
 
-def gap_words(untimed_count: int, mismatch_count: int) -> list[str]:
-    """Return a sentence for each kind of collective whose time the trace does not tell.
+def gap_words(untimed_count: int, mismatch_count: int, violations: Violations) -> list[str]:
+    """Return a sentence for each kind of exchange whose time the trace does not tell.
 
     Args:
         untimed_count: number of collectives and messages whose completion was not seen.
         mismatch_count: number of collectives on which the ranks that joined do not agree.
+        violations: what contradicted causality on the run's clock.
     """
     sentences = []
     if untimed_count:
@@ -206,6 +208,13 @@ def gap_words(untimed_count: int, mismatch_count: int) -> list[str]:
         sentences.append(
             f"In {plural(mismatch_count, 'collective')} the ranks do not agree on operation or "
             "size: these are left out (paceline trace stats lists them)."
+        )
+    if violations.messages or violations.collectives:
+        sentences.append(
+            f"{plural(violations.messages, 'message')} and "
+            f"{plural(violations.collectives, 'collective')} seemed to end before their last rank "
+            f"began, by up to {format_seconds(violations.largest_ns / 1e9)}: an error of clocks. "
+            "They end when that rank began."
         )
     return sentences
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +13,7 @@ from paceline.trace.analysis.communication import Traffic
 from paceline.trace.analysis.host import HostTime
 from paceline.trace.format.events import Kind
 from paceline.trace.merge.matches import Mismatch
+from paceline.trace.merge.timing import Violations
 
 if TYPE_CHECKING:
     from paceline.trace.analysis.analyse import Analysis
@@ -61,6 +62,7 @@ class TraceStats(Record):
         mismatch_count: number of collectives on whose operation or size ranks do not agree.
         mismatches: the first of these collectives.
         step_rule: what ends a step, by a value of `merge.steps.StepRule`.
+        violations: what contradicted causality after the correction of clocks, and was repaired.
     """
 
     world_size: int
@@ -69,6 +71,7 @@ class TraceStats(Record):
     mismatch_count: int = 0
     mismatches: tuple[Mismatch, ...] = ()
     step_rule: str = ""
+    violations: Violations = field(default_factory=Violations)
 
 
 def summarize_trace(analysis: Analysis) -> TraceStats:
@@ -99,4 +102,5 @@ def summarize_trace(analysis: Analysis) -> TraceStats:
         mismatch_count=trace.matches.mismatch_count,
         mismatches=analysis.mismatches,
         step_rule=analysis.step_rule,
+        violations=trace.violations,
     )
