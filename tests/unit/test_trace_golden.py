@@ -15,7 +15,7 @@ from paceline.trace.merge import load_run
 GOLDEN = Path(__file__).parents[1] / "golden"
 RUNS = [
     (version, run)
-    for version in (1, 2)
+    for version in (1, 2, 3)
     for run in ("ddp", "killed", "frontends", "messages")
     if (GOLDEN / f"trace-v{version}" / run).exists()
 ]
@@ -51,6 +51,7 @@ def _assert_equal(found, expected, where):
 def test_there_are_golden_traces_of_each_version():
     assert [run for version, run in RUNS if version == 1] == ["ddp", "killed", "frontends"]
     assert [run for version, run in RUNS if version == 2] == ["ddp", "killed", "messages"]
+    assert [run for version, run in RUNS if version == 3] == ["ddp"]
 
 
 @pytest.mark.parametrize(("version", "run"), RUNS)
