@@ -1,5 +1,6 @@
 """Replays, efficiencies and costs hold for any exchange of ranks, against ranks played again."""
 
+import dataclasses
 import random
 import tempfile
 from pathlib import Path
@@ -8,13 +9,13 @@ import pytest
 from exchanges import Collective, EndOfStep, Message, Work, play
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traces import write_run
+from traces import MS, Event, write_run
 
 from paceline.trace.analysis import analyse
 from paceline.trace.efficiency import measure_efficiency
 from paceline.trace.efficiency.measure import _measured
 from paceline.trace.efficiency.window import StreamedRun
-from paceline.trace.format.events import Kind
+from paceline.trace.format.events import BLOCKING, BY_RUN, Kind
 from paceline.trace.merge import load_run
 from paceline.trace.merge.windows import SpooledRun
 
@@ -143,4 +144,38 @@ def test_a_run_read_window_by_window_is_measured_as_one_in_memory(seed, tmp_path
         windows = spooled.windows(1, spooled.steps, 1)
         found = _measured(StreamedRun(spooled, window_events=1), None)
     assert len(windows) >= spooled.steps // 8
+    assert_same(found.to_json(), expected.to_json())
+
+
+def as_mpi(events):
+    """Return a rank's events as an MPI program has them: calls block, and nothing marks a step."""
+    calls = [
+        dataclasses.replace(event, flags=BLOCKING)
+        if event.kind in (Kind.COLLECTIVE, Kind.RECV)
+        else event
+        for event in events
+        if event.kind not in (Kind.WAIT, Kind.STEP)
+    ]
+    end_ns = max(event.end_ns for event in events)
+    begin_ns = min(event.begin_ns for event in events)
+    return [*calls, Event(Kind.STEP, begin_ns, end_ns, BY_RUN)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_mpi_program_read_window_by_window_is_measured_as_one_in_memory(seed, tmp_path):
+    draw = random.Random(seed)
+    actions = [Collective("broadcast", 10_000, 0)]
+    for _ in range(30):
+        actions += [Work(rank, draw.randint(MS, 9 * MS)) for rank in range(3)]
+        actions += [Message(rank, (rank + 1) % 3, draw.randint(1_000, MS)) for rank in range(3)]
+        actions += [Work(draw.randrange(3), draw.randint(1_000, 9 * MS), Kind.INPUT)]
+        actions += [Collective("all_reduce", draw.randint(1_000, MS)), Work(1, MS)]
+        actions += [Collective("barrier", draw.randint(1_000, MS))]
+    by_rank, _ = play(3, actions)
+    run = write_run(tmp_path, [as_mpi(events) for events in by_rank])
+    expected = measure_efficiency(analyse(load_run(run)))
+    with SpooledRun(run) as spooled:
+        assert spooled.steps == 30
+        found = _measured(StreamedRun(spooled, window_events=1), None)
+    assert found.waits.seconds > 0
     assert_same(found.to_json(), expected.to_json())
