@@ -16,6 +16,7 @@ from paceline.trace.analysis.phases import PHASE_OF_KIND, parents_of
 from paceline.trace.format.events import MAIN, Kind
 
 if TYPE_CHECKING:
+    from paceline.trace.analysis import Analysis
     from paceline.trace.efficiency.window import StepWindow
 
 _WAITING, _TRANSFER, _OTHER = (PHASES.index(name) for name in ("waiting", "transfer", "other"))
@@ -64,12 +65,12 @@ class PhaseTimeline:
 
 
 def phase_timeline(
-    window: StepWindow, trace_index: int, *, with_waits: bool = True
+    window: Analysis | StepWindow, trace_index: int, *, with_waits: bool = True
 ) -> PhaseTimeline:
     """Return the phases of a rank's main thread.
 
     Args:
-        window: steps of the run.
+        window: steps of a run, or all of them.
         trace_index: the rank's index among those that left a trace.
         with_waits: without them, a wait belongs to the phase in which it is.
 
@@ -96,7 +97,7 @@ def phase_timeline(
 
 
 def _spans(
-    window: StepWindow, trace_index: int, *, with_waits: bool
+    window: Analysis | StepWindow, trace_index: int, *, with_waits: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return begin and end of what is timed, shape (spans, 2), and its phases; none is empty."""
     rank, clock = window.trace.ranks[trace_index], window.trace.clocks[trace_index]
