@@ -1,6 +1,11 @@
 """Does blame tell the truth? Planted culprits, beside a busy neighbour or not, and clean runs.
 
-    python bench/truth.py --json [--quick] [--cases NUMBER ...] [--seed SEED] [--keep FOLDER]
+    python bench/truth.py --json [--quick] [--campaign] [--framework torch mpi] [--keep FOLDER]
+                          [--minutes MINUTES] [--seed SEED] [--cases NUMBER ...]
+
+On torch/gloo and on mpi4py (`truth_mpi.py`, the cases of that are described there). `--campaign` has
+300 cases with a culprit, slowed by 20 % or more, and 300 clean runs of each framework. It takes an
+hour or more: `--minutes` ends it earlier, and with `--keep` the next call goes on where it ended.
 
 Each case is a run of its own: two or three ranks under DistributedDataParallel, recorded by the
 recorder and the collector of `paceline run`, analysed as `paceline run` analyses them. In a case
@@ -23,22 +28,27 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import harness
 import numpy as np
 import truth_ranks
+from truth_mpi import MpiStage, judge_mpi, make_mpi_cases
 
 CAUSES = ("data", "compute", "blocked", "stopped", "not_running", "checkpoint", "gc")
 SHAPES = ("persistent", "window", "periodic", "drifting", "intermittent")
 STEPS = 300
 BASE_S = 0.010  # of a step that nobody slows
 CULPRITS, CLEAN = 70, 60
+CAMPAIGN, CAMPAIGN_LEAST = 300, 0.2  # cases with a culprit and clean runs; the least slow-down
+MPI_CULPRITS, MPI_CLEAN, MPI_QUICK = 56, 40, (0, 1, 2, 3, 4, 5, 6, 8, 15, 56, 57)
 QUICK = (0, 11, 19, 23, 34, 36, 52, 70, 71, 72)
 PERIODS = (3, 5, 7, 10, 20)
 DEADLINE_S = 60.0
 BARS = {"rank": 0.97, "cause and shape": 0.90, "accused": 1}
+BOTH_BAR, WAITING_BAR = 0.98, 0.05  # right rank and cause; error of waiting times
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,7 @@ class Case:
     shape: str = ""
     slow: float = 0.0
     period: int = 0
+    framework: str = "torch"
 
     @property
     def expected_shape(self):
@@ -84,11 +95,11 @@ class Case:
         return extra
 
 
-def make_cases(seed):
-    """Return all cases of a seed: each cause in each shape twice, then clean runs."""
+def make_cases(seed, culprits=CULPRITS, clean=CLEAN, least=0.1):
+    """Return all cases of a seed: each cause in each shape in turn, then clean runs."""
     random = np.random.default_rng([seed, 0])
     cases = []
-    for number in range(CULPRITS):
+    for number in range(culprits):
         ranks = 2 + number // (len(CAUSES) * len(SHAPES)) % 2
         cases.append(
             Case(
@@ -99,11 +110,11 @@ def make_cases(seed):
                 culprit=int(random.integers(ranks)),
                 cause=CAUSES[number % len(CAUSES)],
                 shape=SHAPES[number // len(CAUSES) % len(SHAPES)],
-                slow=float(random.uniform(0.1, 0.5)),
+                slow=float(random.uniform(least, 0.5)),
                 period=int(random.choice(PERIODS)),
             )
         )
-    for number in range(CULPRITS, CULPRITS + CLEAN):
+    for number in range(culprits, culprits + clean):
         neighbour = bool(number % 2)
         cases.append(Case(number=number, seed=seed, ranks=2 + number // 2 % 2, neighbour=neighbour))
     return cases
@@ -212,7 +223,7 @@ def judge(case, stragglers):
 
 
 def add_bars(report, rows):
-    """Add the bars to a report."""
+    """Add the bars of torch's cases to a report."""
     planted = [row for row in rows if row["culprit"] is not None]
     clean = [row for row in rows if row["culprit"] is None]
     if planted:
@@ -228,29 +239,118 @@ def add_bars(report, rows):
         report.bar(f"accused, of {len(clean)} clean runs", accused, BARS["accused"])
 
 
-def main():
+def add_named_bars(report, rows, name):
+    """Add the bars that hold for any framework, as far as its rows have what they are of."""
+    planted = [row for row in rows if row["culprit"] is not None]
+    clean = [row for row in rows if row["culprit"] is None]
+    if planted:
+        both = sum(row["cause_right"] for row in planted) / len(planted)
+        of_cases = f"{name}: right rank and cause, of {len(planted)} cases"
+        report.bar(of_cases, both, BOTH_BAR, at_least=True)
+    if clean:
+        accused = sum(row["accused"] for row in clean)
+        report.bar(f"{name}: accused, of {len(clean)} clean runs", accused, BARS["accused"])
+    states = [row["state_right"] for row in planted if "state_right" in row]
+    if states:
+        right = sum(states) / len(states)
+        of_states = f"{name}: right wait state and who caused it, of {len(states)} cases"
+        report.bar(of_states, right, BOTH_BAR, at_least=True)
+    exact = [row["bytes_right"] for row in rows if "bytes_right" in row]
+    if exact:
+        of_bytes = f"{name}: bytes by pair of ranks exact, of {len(exact)} runs"
+        report.bar(of_bytes, sum(exact) / len(exact), 1.0, at_least=True)
+    errors = [abs(row["waiting_error"]) for row in rows if row.get("waiting_error") is not None]
+    if errors:
+        within = float(np.mean(np.array(errors) <= WAITING_BAR))
+        of_waiting = f"{name}: waiting within 5 %, share of {len(errors)} runs"
+        report.bar(of_waiting, within, 1.0, at_least=True)
+
+
+def chosen_cases(flags):
+    """Return the cases of each framework that the flags ask for."""
+    seed = int(flags.seed[0]) if flags.seed else 0
+    if flags.campaign:
+        cases = {
+            "torch": make_cases(seed, CAMPAIGN, CAMPAIGN, CAMPAIGN_LEAST),
+            "mpi": make_mpi_cases(seed, CAMPAIGN, CAMPAIGN),
+        }
+    else:
+        cases = {"torch": make_cases(seed), "mpi": make_mpi_cases(seed, MPI_CULPRITS, MPI_CLEAN)}
+    quick = {"torch": QUICK, "mpi": MPI_QUICK}
+    for framework, own in cases.items():
+        numbers = [int(number) for number in flags.cases or ()]
+        numbers = numbers or (quick[framework] if flags.quick else ())
+        cases[framework] = [own[number] for number in numbers] if numbers else own
+    wanted = flags.framework or list(cases)
+    return {framework: cases[framework] for framework in wanted}
+
+
+def in_turn(cases):
+    """Return the cases in an order in which a part of them is of all kinds: clean ones between."""
+    planted = [case for case in cases if case.culprit is not None]
+    clean = [case for case in cases if case.culprit is None]
+    order = [(number / max(1, len(own)), case) for own in (planted, clean)
+             for number, case in enumerate(own)]  # fmt: skip
+    return [case for _, case in sorted(order, key=lambda pair: pair[0])]
+
+
+def run_cases(framework, cases, root, report, flags):
+    """Run the cases of a framework that have no row yet; return all rows."""
+    deadline_s = time.monotonic() + 60 * float(flags.minutes[0]) if flags.minutes else float("inf")
+    stage = None
+    rows = []
+    for case in in_turn(cases):
+        folder = root / f"{framework}-{case.seed}-{case.number:03d}"
+        known = folder / "row.json"
+        if known.is_file():  # of an earlier call
+            rows.append(json.loads(known.read_text()))
+            report.rows.append(rows[-1])
+            continue
+        if time.monotonic() > deadline_s:
+            continue
+        if stage is None:
+            stage = Stage() if framework == "torch" else MpiStage(root)
+        shutil.rmtree(folder, ignore_errors=True)
+        stage.run(case, folder)
+        row = judged(case, folder)
+        report.row(**row)
+        rows.append(row)
+        if flags.keep:
+            known.write_text(json.dumps(row))
+        else:
+            shutil.rmtree(folder)
+    return rows
+
+
+def judged(case, folder):
+    """Return the row of a case."""
     from paceline.trace.analysis import analyse
     from paceline.trace.merge import load_run
 
-    flags = harness.options(__doc__, "--cases", "--seed", "--keep")
-    cases = make_cases(int(flags.seed[0]) if flags.seed else 0)
-    numbers = [int(number) for number in flags.cases or ()] or (QUICK if flags.quick else ())
-    if numbers:
-        cases = [cases[number] for number in numbers]
+    if case.framework == "mpi":
+        return judge_mpi(case, folder)
+    return judge(case, analyse(load_run(folder)).stragglers)
+
+
+def main():
+    flags = harness.options(
+        __doc__,
+        *("--cases", "--seed", "--keep", "--framework", "--minutes"),
+        switches={"--campaign": "300 cases with a culprit and 300 clean runs of each framework"},
+    )
     report = harness.Report("truth", flags.json)
     with tempfile.TemporaryDirectory(prefix="paceline-truth-") as name:
         root = Path(flags.keep[0]) if flags.keep else Path(name)
-        stage = Stage()
-        for case in cases:
-            folder = root / f"case-{case.seed}-{case.number:03d}"
-            stage.run(case, folder)
-            row = judge(case, analyse(load_run(folder)).stragglers)
-            report.row(**row)
-            if flags.keep:
-                (folder / "row.json").write_text(json.dumps(row))
-            else:
-                shutil.rmtree(folder)
-    add_bars(report, report.rows)
+        root.mkdir(parents=True, exist_ok=True)
+        for framework, cases in chosen_cases(flags).items():
+            rows = run_cases(framework, cases, root, report, flags)
+            if framework == "torch":
+                add_bars(report, rows)
+            if framework == "mpi" or flags.campaign:
+                add_named_bars(report, rows, framework)
+            if flags.campaign:
+                share = len(rows) / len(cases)
+                report.bar(f"{framework}: share of the campaign", share, 1.0, at_least=True)
     return report.print()
 
 

@@ -46,6 +46,7 @@ class Event:
     location: int = MAIN
     members: tuple[int, ...] = ()  # of the group
     flags: int = 0
+    tag_name: str = ""  # the tag is the number of this name
 
 
 def write_trace(
@@ -66,7 +67,7 @@ def write_trace(
             recorder.define_group(event.group, event.members),
             event.sequence,
             event.peer,
-            event.tag,
+            recorder.intern(event.tag_name) if event.tag_name else event.tag,
             event.step,
             event.flags,
         )

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "next.hpp"
+#include "paceline/io_events.hpp"
 
 namespace paceline::mpi {
 namespace {
@@ -24,6 +25,8 @@ constexpr const char* folder_variable = "_PACELINE_MPI";  // launch/mpi.py
 constexpr std::uint32_t buffer_events = 1U << 18;
 // From this time without a call on, a call may well wait for long: a microsecond does not count.
 constexpr std::uint64_t long_pause_ns = 1'000'000;
+// From this length on a pause, or a call, is worth the microsecond that looking at the thread's times takes.
+constexpr std::uint64_t timed_ns = 50'000;
 
 constexpr std::array<const char*, static_cast<std::size_t>(Operation::count)> operation_words = {
     "all_reduce",       "all_gather",          "reduce_scatter",      "all_to_all",
@@ -46,7 +49,13 @@ struct State {
   std::uint16_t accesses = 0;
   std::uint16_t step = 0;
   std::uint16_t run = 0;
+  std::uint16_t program_running = 0;
+  std::uint16_t program_not_running = 0;
   Group world_group{};
+
+  // Of the main thread alone, which may spin within MPI: its times outside of it.
+  ThreadTimes since;   // when it was last known to be outside
+  ThreadTimes program;  // not recorded yet
 
   std::mutex mutex;  // guards what follows; held for less than a microsecond but where one is made
   std::unordered_map<std::uintptr_t, CommunicatorPointer> communicators;
@@ -166,6 +175,32 @@ bool is_expected_library() {
 
 }  // namespace
 
+namespace {
+
+// The main thread's program ran, or had no core, until now.
+void end_pause() noexcept {
+  const ThreadTimes now = state->recorder->main_times();
+  state->program.running_ns += now.running_ns - state->since.running_ns;
+  state->program.runnable_ns += now.runnable_ns - state->since.runnable_ns;
+  state->since = now;
+}
+
+// Records what `end_pause` has found since the last time.
+void count_program() {
+  Recorder& recorder = *state->recorder;
+  Event event{.begin_ns = monotonic_ns(), .step = recorder.step(), .kind = Kind::counter};
+  event.end_ns = event.begin_ns;
+  event.name = state->program_running;
+  event.amount = state->program.running_ns;
+  recorder.record(event);
+  event.name = state->program_not_running;
+  event.amount = state->program.runnable_ns;
+  recorder.record(event);
+  state->program = {};
+}
+
+}  // namespace
+
 Call::Call() noexcept : recorded_(++depth == 1 && recording.load(std::memory_order_relaxed)) {}
 
 Call::~Call() { --depth; }
@@ -176,9 +211,16 @@ std::uint64_t Call::begin() noexcept {
   Recorder& recorder = *state->recorder;
   const std::uint64_t now = monotonic_ns();
   opened_ = is_main && now - last_end_ns > long_pause_ns;
+  if (is_main && now - last_end_ns > timed_ns) end_pause();
+  if (opened_) count_program();
   recorder.mark(phase_of(Kind::wait));
   begin_ns_ = opened_ ? recorder.begin(phase_of(Kind::wait)) : now;
   return begin_ns_;
+}
+
+void Call::ended(std::uint64_t end_ns) noexcept {
+  last_end_ns = end_ns;
+  if (is_main && end_ns - begin_ns_ > timed_ns) state->since = state->recorder->main_times();
 }
 
 void Call::end_blocking(Event event) {
@@ -196,7 +238,7 @@ void Call::end_blocking(Event event) {
     event.amount = 0;
     recorder.record(event);
   }
-  last_end_ns = event.end_ns;
+  ended(event.end_ns);
 }
 
 void Call::end_waiting(std::vector<Issued>& completed) {
@@ -218,7 +260,7 @@ void Call::end_waiting(std::vector<Issued>& completed) {
     wait.step = recorder.step();
     recorder.record(wait);
   }
-  last_end_ns = now;
+  ended(now);
 }
 
 void Call::end_wait(const Event& wait) {
@@ -232,7 +274,7 @@ void Call::end_wait(const Event& wait) {
   event.amount = 0;
   recorder.mark(Phase::idle);
   if (is_main) recorder.record(event);
-  last_end_ns = event.end_ns;
+  ended(event.end_ns);
 }
 
 void Call::end_local(Event event) {
@@ -243,7 +285,7 @@ void Call::end_local(Event event) {
   recorder.mark(Phase::idle);
   event.location = is_main ? main_location : communication_location;
   recorder.record(event);
-  last_end_ns = event.end_ns;
+  ended(event.end_ns);
 }
 
 void Call::end_issue() noexcept {
@@ -297,21 +339,39 @@ void start() {
   state->accesses = recorder.intern("one-sided");
   state->step = recorder.intern("MPI_Pcontrol");
   state->run = recorder.intern("MPI_Finalize");
+  state->program_running = recorder.intern("program_running_ns");
+  state->program_not_running = recorder.intern("program_not_running_ns");
+  state->since = recorder.main_times();
   comm_group.get()(world(), &state->world_group);
   add(world(), describe(world(), "MPI_COMM_WORLD"));
   add(self(), describe(self(), "MPI_COMM_SELF"));
   is_main = true;
   last_end_ns = monotonic_ns();
   recorder.start_steps(last_end_ns);
+  // What MPI itself does with files is not the program's input.
+  attach_io(recorder, [] { return depth == 0; });
   recording.store(true, std::memory_order_release);
 }
 
-void end_step() { state->recorder->end_step(state->step); }
+namespace {
 
-void end_run() { state->recorder->end_step(state->run); }
+void end_step_as(std::uint16_t name) {
+  if (is_main) {
+    end_pause();
+    count_program();
+  }
+  state->recorder->end_step(name);
+}
+
+}  // namespace
+
+void end_step() { end_step_as(state->step); }
+
+void end_run() { end_step_as(state->run); }
 
 void stop() {
   if (state == nullptr || !recording.exchange(false)) return;
+  detach_io(*state->recorder);
   state->recorder->close();
 }
 

@@ -121,6 +121,8 @@ class Call {
   static void end_test(std::vector<Issued>& completed);
 
  private:
+  void ended(std::uint64_t end_ns) noexcept;
+
   bool recorded_ = false;
   bool opened_ = false;
   std::uint64_t begin_ns_ = 0;

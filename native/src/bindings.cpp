@@ -7,6 +7,7 @@
 #include "paceline/crc32c.hpp"
 #include "paceline/event_codec.hpp"
 #include "paceline/host_group.hpp"
+#include "paceline/io_events.hpp"
 #include "paceline/pack_index.hpp"
 #include "paceline/recorder.hpp"
 
@@ -126,6 +127,8 @@ void bind_recorder(nb::module_& module) {
           },
           "data"_a)
       .def("end_step", &Recorder::end_step, "name"_a = 0, "tag"_a = 0)
+      .def("attach_io", [](Recorder& self) { return attach_io(self, [] { return true; }); })
+      .def("detach_io", [](Recorder& self) { detach_io(self); })
       .def("flush", &Recorder::flush, nb::call_guard<nb::gil_scoped_release>())
       .def("close", &Recorder::close, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("step", &Recorder::step)

@@ -352,6 +352,12 @@ std::uint64_t Recorder::end_step(std::uint16_t name, std::int32_t tag) {
   return now;
 }
 
+ThreadTimes Recorder::main_times() const noexcept {
+  ThreadTimes times = read_thread_times(main_times_);
+  times.running_ns = clock_ns(main_clock_);  // schedstat lags
+  return times;
+}
+
 std::uint64_t Recorder::dropped_count() const noexcept {
   return header_->dropped_count.load(std::memory_order_relaxed);
 }

@@ -129,6 +129,7 @@ __all__ = [
     "encode",
     "encoding_of",
     "gather",
+    "io_library",
     "jpeg_available",
     "list_folder",
     "lmdb_meta",
@@ -154,6 +155,11 @@ __all__ = [
 def posix_library() -> Path:
     """Return the path of the library that is preloaded into programs with mounts (native/posix)."""
     return Path(_native.__file__).with_name("libpaceline_posix.so")
+
+
+def io_library() -> Path:
+    """Return the path of the library that counts a program's calls for files (native/io)."""
+    return Path(_native.__file__).with_name("libpaceline_io.so")
 
 
 def mpi_library(interface: str) -> Path:

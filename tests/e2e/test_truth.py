@@ -7,17 +7,45 @@ import sys
 import pytest
 
 
-@pytest.mark.campaign("e2e")
-def test_planted_culprits_are_named_and_a_clean_run_accuses_nobody(root):
+def run_truth(root, *options):
     done = subprocess.run(
-        [sys.executable, root / "bench" / "truth.py", "--quick", "--json"],
+        [sys.executable, root / "bench" / "truth.py", "--json", *options],
         stdout=subprocess.PIPE,
         timeout=400,
         check=False,
     )
-    result = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.campaign("e2e")
+def test_planted_culprits_are_named_and_a_clean_run_accuses_nobody(root):
+    result = run_truth(root, "--quick", "--framework", "torch")
     planted = [row for row in result["rows"] if row["culprit"] is not None]
     clean = [row for row in result["rows"] if row["culprit"] is None]
     assert len(planted) >= 6
     assert sum(row["rank_right"] for row in planted) >= len(planted) - 1
     assert sum(row["accused"] for row in clean) <= 1
+
+
+@pytest.mark.campaign("e2e")
+def test_planted_patterns_of_mpi_programs_are_named(root):
+    result = run_truth(root, "--quick", "--framework", "mpi")
+    planted = [row for row in result["rows"] if row["culprit"] is not None]
+    assert {row["pattern"] for row in planted} >= {"late sender", "slow disk", "hog", "checkpoint"}
+    assert sum(row["cause_right"] for row in planted) >= len(planted) - 1
+    assert all(row["bytes_right"] for row in result["rows"])
+
+
+def test_a_slow_disk_of_an_mpi_program_is_named(root, tmp_path):
+    """Calls for files say so: to the kernel the thread sleeps."""
+    keep = tmp_path / "keep"
+    options = ("--framework", "mpi", "--cases", "3", "--keep", keep)
+    (row,) = run_truth(root, *options)["rows"]
+    assert row["pattern"] == "slow disk"
+    assert row["cause_right"], row["found"]
+    assert row["bytes_right"]
+    kept = keep / "mpi-0-003" / "row.json"
+    assert json.loads(kept.read_text()) == row
+    kept.write_text(json.dumps({**row, "kept": True}))
+    (again,) = run_truth(root, *options)["rows"]
+    assert again == {**row, "kept": True}  # it has been run, and is not run again

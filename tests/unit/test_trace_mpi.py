@@ -1,10 +1,13 @@
 """What only MPI programs record: calls that block, waits for several requests, no steps."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from traces import MS, Event, write_run
 
 from paceline.trace.analysis import analyse
+from paceline.trace.efficiency import measure_efficiency
 from paceline.trace.format.events import (
     BLOCKING,
     BY_PCONTROL,
@@ -141,3 +144,108 @@ def test_a_wait_for_several_ends_waiting_with_the_last_partner(tmp_path):
 )
 def test_repetition(text, found):
     assert find_repetition(np.array([ord(letter) for letter in text])) == found
+
+
+def exchange_by_requests(enter_ms, peer, *, collective=False):
+    """Return an exchange by requests, issued at `enter_ms` and waited for from 10 to 30 ms."""
+    events = [
+        message(Kind.RECV, enter_ms, 30, peer),
+        message(Kind.SEND, enter_ms, 30, peer),
+        Event(kind=Kind.WAIT, begin_ns=max(10, enter_ms) * MS, end_ns=30 * MS, name=WAIT_ALL),
+        mark(0, 40),
+    ]
+    if collective:
+        both = blocking(enter_ms, 30, 1)
+        return [dataclasses.replace(both, flags=0), *events[2:]]
+    return events
+
+
+def test_a_wait_for_several_depends_on_a_partner_that_was_there_before(tmp_path):
+    """Its time is transfer then, which a free network would not take."""
+    ranks = [exchange_by_requests(5, 1), exchange_by_requests(6, 0)]
+    found = measure_efficiency(analyse(load_run(write_run(tmp_path, ranks))))
+    assert found.metrics.transfer == pytest.approx(20 / 40)
+    assert found.metrics.serialisation == pytest.approx(1)
+    assert found.waits.seconds == 0
+
+
+def test_a_wait_for_several_has_the_state_of_a_collective_among_them(tmp_path):
+    ranks = [exchange_by_requests(at, 0, collective=True) for at in (5, 25)]
+    found = measure_efficiency(analyse(load_run(write_run(tmp_path, ranks))))
+    (call,) = found.waits.calls
+    assert (call.state, call.operation) == ("wait at NxN", "all_reduce")
+    assert call.seconds == pytest.approx(0.015)
+    (cost,) = found.waits.delays
+    assert (cost.rank, cost.seconds) == (1, pytest.approx(0.015))
+    assert found.cut_count == 0
+
+
+def test_the_late_side_of_requests_is_a_late_sender(tmp_path):
+    ranks = [exchange_by_requests(5, 1), exchange_by_requests(25, 0)]
+    found = measure_efficiency(analyse(load_run(write_run(tmp_path, ranks))))
+    (call,) = found.waits.calls
+    assert call.state == "late sender"
+    assert call.seconds == pytest.approx(0.015)
+    assert found.waits.delays[0].rank == 1
+
+
+def test_times_outside_of_mpi_say_what_a_rank_did_and_not_that_others_spun(tmp_path):
+    """The thread of a rank that waits runs as long as that of the rank that computes."""
+
+    def counter(at_ms, name, ms):
+        return Event(Kind.COUNTER, at_ms * MS, at_ms * MS, name, amount=ms * MS)
+
+    def ranks(slept):
+        return [
+            [
+                *loop(13 if rank else 8, 40),
+                *(counter(10 * i + 13, "main_running_ns", 10) for i in range(40)),
+                *(
+                    counter(10 * i + 13, "program_running_ns", 2 if slept or not rank else 7)
+                    for i in range(40)
+                ),
+                *(counter(10 * i + 13, "program_not_running_ns", 0) for i in range(40)),
+            ]
+            for rank in range(2)
+        ]
+
+    for slept, cause in ((False, "compute"), (True, "blocked")):
+        run = write_run(tmp_path / cause, ranks(slept))
+        (late,) = analyse(load_run(run)).stragglers
+        assert (late.rank, late.cause) == (1, cause)
+
+
+def test_calls_for_files_are_input_and_checkpoints(tmp_path):
+    def ranks():
+        late = [
+            Event(kind=Kind.READ, begin_ns=at, end_ns=at + 5 * MS, name="read", amount=64)
+            for at in (10 * i * MS + 7 * MS for i in range(1, 40))
+        ]
+        return [loop(8, 40), [*loop(13, 40), *late]]
+
+    analysis = analyse(load_run(write_run(tmp_path, ranks())))
+    (late,) = analysis.stragglers
+    assert (late.rank, late.cause) == (1, "data")
+    assert analysis.phases[1].breakdown().input == pytest.approx(39 * 0.005)
+
+
+def test_counters_of_files_add_up(tmp_path):
+    def rank(number):
+        counters = {"io_open": 2, "io_open_ns": 3 * MS, "io_read": 4, "io_read_ns": MS}
+        counters |= {"io_read_bytes": 512 * (number + 1), "io_at_once": number + 1}
+        return [
+            *loop(8, 5),
+            *(
+                Event(
+                    Kind.COUNTER, 60 * MS, 60 * MS, name, amount=amount, tag_name="/data/a"
+                )
+                for name, amount in counters.items()
+            ),
+        ]
+
+    analysis = analyse(load_run(write_run(tmp_path, [rank(0), rank(1)])))
+    (use,) = analysis.files
+    assert use.ranks == (0, 1)
+    assert use.calls == {"open": 4, "read": 8}
+    assert use.seconds == pytest.approx({"open": 0.006, "read": 0.002})
+    assert (use.read_bytes, use.written_bytes, use.at_once) == (1536, 0, 2)

@@ -39,6 +39,9 @@ enum class Kind : std::uint8_t {
   evaluation = 13,
   host = 14,
   sample = 15,
+  stage = 16,
+  read = 17,
+  write = 18,
 };
 
 // The state of a rank: idle, or the number of the Kind that it is in.
@@ -148,6 +151,9 @@ class Recorder {
   std::uint64_t end_step(std::uint16_t name = 0, std::int32_t tag = 0);
   // Starts the first step now, if no phase has done so yet.
   void start_steps(std::uint64_t now_ns);
+
+  // The main thread's times until now, exact for that thread itself.
+  ThreadTimes main_times() const noexcept;
 
   std::uint32_t step() const noexcept { return step_.load(std::memory_order_relaxed); }
   std::uint64_t dropped_count() const noexcept;

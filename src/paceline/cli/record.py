@@ -40,6 +40,11 @@ Example: paceline record -- torchrun --nproc-per-node 2 train.py
     help="COMMAND starts a program that uses MPI, whose calls are recorded; needed where the "
     "program is a script: of an executable it is found out.",
 )
+@click.option(
+    "--record-io/--no-record-io",
+    default=None,
+    help="Record calls for files, too, as for paceline run [default: only of MPI programs].",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 @click.option("--dry-run", is_flag=True, help="Print the run's folder; start nothing.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -48,6 +53,7 @@ def record(
     machine: Path | None,
     collectives: CollectivesChoice,
     mpi: bool,
+    record_io: bool | None,
     as_json: bool,
     dry_run: bool,
     command: tuple[str, ...],
@@ -64,7 +70,9 @@ def record(
     from paceline.launch.record import prepare_command
 
     clock = SystemClock()
-    job = prepare_command(command, out, clock, collectives=collectives, mpi=mpi)
+    job = prepare_command(
+        command, out, clock, collectives=collectives, mpi=mpi, record_io=record_io
+    )
     if job.mpi is not None:
         click.echo(f"paceline record: MPI {job.mpi.interface} {job.mpi.library}", err=True)
     run_recorded(job, machine, as_json=as_json, dry_run=dry_run)

@@ -32,6 +32,12 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for the files of the run.")
 @click.option("--record/--no-record", default=None, help="Record traces [default: yes].")
 @click.option(
+    "--record-io/--no-record-io",
+    default=None,
+    help="Record calls for files, too: opens, stats, reads, writes, by file [default: no; with "
+    "--mpi yes].",
+)
+@click.option(
     "--bind/--no-bind", default=None, help="Bind each rank to its own cores [default: yes]."
 )
 @click.option(
@@ -147,7 +153,8 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
     "--mpi",
     is_flag=True,
     help="SCRIPT uses MPI (C, Fortran, mpi4py): its own mpirun starts it, and its calls are "
-    "recorded; of the other options only -n, -m, --out, --machine and --json are for it.",
+    "recorded; of the other options only -n, -m, --out, --machine, --record-io and --json are for "
+    "it.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 @click.option(
@@ -162,6 +169,7 @@ def run(
     module: bool,
     out: Path | None,
     record: bool | None,
+    record_io: bool | None,
     bind: bool | None,
     allocator: str | None,
     collectives: str | None,
@@ -220,6 +228,7 @@ def run(
     flags = {
         "ranks": ranks,
         "record": record,
+        "record_io": record_io,
         "bind": bind,
         "allocator": allocator,
         "collectives": collectives,
@@ -293,7 +302,8 @@ def _run_mpi(
     from paceline.launch.mpi import mpirun_command
     from paceline.launch.record import prepare_command
 
-    given = [name for name, value in flags.items() if value is not None and name != "ranks"]
+    own = ("ranks", "record_io")
+    given = [name for name, value in flags.items() if value is not None and name not in own]
     if given or plan_path is not None:
         raise UsageError(
             "--mpi leaves the ranks to mpirun",
@@ -301,8 +311,10 @@ def _run_mpi(
             why="these settings are of ranks that Paceline starts itself",
             fix="Leave them out, or give mpirun's own: paceline record -- mpirun OPTIONS program",
         )
-    command = mpirun_command([*program.command, *args], flags["ranks"] or 1)
-    job = prepare_command(command, out, SystemClock(), mpi=True, stem=program.stem)
+    files = flags["record_io"] is not False
+    command = mpirun_command([*program.command, *args], flags["ranks"] or 1, record_io=files)
+    clock = SystemClock()
+    job = prepare_command(command, out, clock, mpi=True, record_io=files, stem=program.stem)
     click.echo(f"paceline run: {' '.join(command)}", err=True)
     run_recorded(job, machine, as_json=as_json, dry_run=dry_run)
 

@@ -87,6 +87,7 @@ def start(run: Path, rank: int, world_size: int) -> None:
     # threads and cores are set.
     collector = importlib.import_module(COLLECTOR).TorchCollector(recorder)
     collector.install()
+    recorder.attach_io()  # nothing without the library that sees calls for files
     served = served_packs(environment())
     if served and environment().get("LOCAL_RANK", "0") == "0":  # counts are those of the node
         collector.see_served_data(pack.requests for pack in served)
@@ -100,6 +101,7 @@ def close() -> None:
         return
     recording, _recording = _recording, None
     recording.collector.close()
+    recording.recorder.detach_io()
     recording.recorder.close()
 
 

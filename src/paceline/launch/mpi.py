@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Literal
 
 from paceline.core.affinity import allowed_cores
 from paceline.core.errors import Missing, NotFound, UsageError
+from paceline.launch import file_calls
 from paceline.native import mpi_library
 
 if TYPE_CHECKING:
@@ -134,8 +135,15 @@ def mpi_of_command(command: Sequence[str], *, required: bool) -> ProgramMpi | No
     return ProgramMpi(interface=launcher)
 
 
-def mpirun_command(program: Sequence[str], ranks: int) -> list[str]:
+def mpirun_command(
+    program: Sequence[str], ranks: int, *, record_io: bool = True
+) -> list[str]:
     """Return the command that starts a program on `ranks` ranks, with the mpirun of its own MPI.
+
+    Args:
+        program: the program and its arguments.
+        ranks: how many processes.
+        record_io: whether its calls for files are recorded.
 
     Raises:
         UsageError: the program uses no MPI, or one that is not known.
@@ -149,6 +157,7 @@ def mpirun_command(program: Sequence[str], ranks: int) -> list[str]:
             options = ["-n", str(ranks)]
             if mpi.interface == "openmpi":  # passes on no other variables to other nodes
                 options += ["-x", "LD_PRELOAD", "-x", FOLDER]
+                options += ["-x", file_calls.FOLDER] if record_io else []
                 options += ["--oversubscribe"] if ranks > len(allowed_cores()) else []
             return [path, *options, *program]
     raise NotFound(

@@ -18,7 +18,7 @@ class RunConfig(Configuration):
 
     Changes results: `ranks`, since the script divides its data by them; `collectives`, and
     `strategy` with `partitions`, `replicas` and `microbatches`, in the last bits of sums.
-    Changes speed: `record`, `bind`, `allocator`, `node_reader`, `memory_budget_bytes`,
+    Changes speed: `record`, `record_io`, `bind`, `allocator`, `node_reader`, `memory_budget_bytes`,
     `spill_folder`.
     Changes what is printed: `tag_output`.
     Says where the other nodes are, with the meaning that torchrun gives these names: `nnodes`,
@@ -28,6 +28,7 @@ class RunConfig(Configuration):
     Attributes:
         ranks: number of ranks on each node; None is one, or under Slurm or mpirun one per task.
         record: whether to record traces.
+        record_io: whether traces hold calls for files, too (`launch.file_calls`).
         bind: whether each rank gets cores of its own.
         allocator: ``keep`` leaves freed memory with the ranks, ``system`` with the C library. On
             seven models a step took 0.78 to 1.02 times the CPU time with ``keep`` (median 0.81), 1
@@ -79,6 +80,7 @@ class RunConfig(Configuration):
     section: ClassVar[str] = "run"
     ranks: int | None = None
     record: bool = True
+    record_io: bool = False
     bind: bool = True
     allocator: AllocatorChoice = "keep"
     collectives: CollectivesChoice = "torch"

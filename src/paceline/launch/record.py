@@ -41,6 +41,7 @@ from paceline.launch.failures import (
 )
 from paceline.launch.folder import claim, default_folder, refuse_taken, write_start
 from paceline.launch.guard import STOP_SIGNAL
+from paceline.launch.file_calls import file_call_variables
 from paceline.launch.mpi import ProgramMpi, mpi_of_command
 from paceline.launch.ranks import SIGNAL_DELAY_S, LocalRanks
 from paceline.launch.recordable import check_recordable
@@ -69,6 +70,7 @@ class RecordedCommand:
         collectives_settings: the configuration of the backend ``paceline``.
         collectives: ``paceline`` gives the ranks that backend where they ask for gloo or for none.
         mpi: the MPI of the program, whose calls are recorded; None if it uses none.
+        record_io: calls for files are recorded.
     """
 
     command: tuple[str, ...]
@@ -77,6 +79,7 @@ class RecordedCommand:
     collectives_settings: Resolved[CollectivesConfig]
     collectives: CollectivesChoice = "torch"
     mpi: ProgramMpi | None = None
+    record_io: bool = False
 
 
 def prepare_command(
@@ -86,6 +89,7 @@ def prepare_command(
     *,
     collectives: CollectivesChoice = "torch",
     mpi: bool = False,
+    record_io: bool | None = None,
     stem: str = "",
 ) -> RecordedCommand:
     """Check a command before anything is written or started.
@@ -96,6 +100,7 @@ def prepare_command(
         clock: gives the time for the name of that folder.
         collectives: the backend of the ranks' collectives, as for `paceline run`.
         mpi: the command starts a program that uses MPI; without it only executables are looked at.
+        record_io: whether to record calls for files, too; None: only of MPI programs.
         stem: what the name of a default folder begins with; empty: the command's.
 
     Raises:
@@ -119,6 +124,7 @@ def prepare_command(
         collectives=collectives,
         collectives_settings=settings,
         mpi=found,
+        record_io=found is not None if record_io is None else record_io,
     )
 
 
@@ -185,8 +191,11 @@ def _run(job: RecordedCommand, clock: Clock) -> tuple[RankExit, ...]:
     become_reaper()
     command = [sys.executable, "-m", "paceline.launch.guard", str(os.getpid()), *job.command]
     replaced = registration.variables(job.collectives)
-    preloaded = job.mpi.variables(job.run_folder, environment()) if job.mpi else {}
-    environ = {**environment(), **child_environment(job.run_folder), **replaced, **preloaded}
+    environ = {**environment(), **child_environment(job.run_folder), **replaced}
+    if job.mpi is not None:
+        environ |= job.mpi.variables(job.run_folder, environ)
+    if job.record_io:
+        environ |= file_call_variables(job.run_folder, environ)
     local = LocalRanks(clock, stop_signal=STOP_SIGNAL)
     try:
         with ended_on_signal(clock):

@@ -38,6 +38,7 @@ from paceline.core.processes import (
 from paceline.launch.data_servers import DataServers
 from paceline.launch.exits import ExitOutcome, explaining_exits, interrupted_exit, interruption
 from paceline.launch.failures import exit_code, first_failure, raise_failure
+from paceline.launch.file_calls import file_call_variables
 from paceline.launch.folder import write_start
 from paceline.launch.guard import STOP_SIGNAL
 from paceline.launch.output import TaggedOutput
@@ -312,6 +313,9 @@ class _Starter:
         mounts = (*self.job.mounts, *(data.mounts if data is not None else ()))
         folders = outputs.folders if outputs is not None else ()
         mounted = mount_variables(mounts, environment(), outputs=folders)
+        if self.job.resolved.config.record and self.job.resolved.config.record_io:
+            run_folder = self.job.run_folder
+            mounted |= file_call_variables(run_folder, {**environment(), **mounted})
         return {
             **allocator,
             **unbuffered,

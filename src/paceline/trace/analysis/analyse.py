@@ -14,6 +14,7 @@ import numpy as np
 from paceline.trace.analysis.blame import BlameRules, Straggler, find_stragglers
 from paceline.trace.analysis.communication import Traffic, traffic
 from paceline.trace.analysis.counters import StepCounters, step_counters
+from paceline.trace.analysis.files import FileUse, file_uses
 from paceline.trace.analysis.nans import NanValue, first_nan
 from paceline.trace.analysis.phases import RankPhases, rank_phases, step_time_s
 from paceline.trace.analysis.pipeline import PipelineUse, pipeline_use
@@ -45,6 +46,8 @@ class Analysis:
         mismatches: up to 20 collectives on whose operation or size the ranks do not agree; all such
             collectives are left out of waits, skew and traffic.
         nan: the first value that was not a number when the script read it; None if there was none.
+        files: what the run did with each file, the longest time first; empty if its calls for files
+            were not recorded.
         pipeline: how the ranks of a model in stages spent their batches; None without stages.
     """
 
@@ -58,6 +61,7 @@ class Analysis:
     traffic: tuple[Traffic, ...]
     mismatches: tuple[Mismatch, ...]
     nan: NanValue | None = None
+    files: tuple[FileUse, ...] = ()
     pipeline: PipelineUse | None = None
 
     @property
@@ -115,5 +119,6 @@ def analyse(trace: Trace, rules: BlameRules | None = None) -> Analysis:
         traffic=traffic(trace.matches),
         mismatches=trace.matches.mismatches(),
         nan=first_nan(trace.ranks),
+        files=file_uses(trace.ranks),
         pipeline=pipeline_use(trace, waits, phases),
     )

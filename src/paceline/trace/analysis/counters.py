@@ -1,7 +1,8 @@
 """What the main thread of a rank did in each step: ran, waited for a core, or was halted.
 
 Wall time of a thread is time on a core, time runnable without a core, and time asleep; the kernel
-counts the first two. The recorder reads them at the end of each step.
+counts the first two. The recorder reads them at the end of each step. A main thread that waits in
+MPI may spin, so that there it is read around calls, and what is counted is the time outside.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from paceline.trace.format.events import (
     MAIN,
     MAIN_NOT_RUNNING,
     MAIN_RUNNING,
+    PROGRAM_NOT_RUNNING,
+    PROGRAM_RUNNING,
     STOPPED,
     TRAINED_BYTES,
     Kind,
@@ -30,8 +33,8 @@ class StepCounters:
     """What the kernel and the interpreter say of a rank's main thread, by step.
 
     Attributes:
-        running_s: time on a core, shape (steps,), seconds; 0 in the first step, whose counters
-            include the time before the loop.
+        running_s: time on a core, of an MPI program outside of MPI, shape (steps,), seconds; 0 in
+            the first step, whose counters include the time before the loop.
         not_running_s: time runnable without a core outside waits, shaped and 0 as `running_s`.
         gc_s: time in which Python's garbage collector ran, shape (steps,), seconds.
         stop_count: how often the process was stopped and continued, shape (steps,).
@@ -57,8 +60,12 @@ def step_counters(rank: RankTrace, waits: np.ndarray, steps: int) -> StepCounter
         waits: the rank's waits, an array of `WAIT_INTERVAL`.
         steps: number of steps to return.
     """
-    not_running_ns = counter(rank, MAIN_NOT_RUNNING, steps) - _in_waits_ns(rank, waits, steps)
-    running_s = counter(rank, MAIN_RUNNING, steps) / 1e9
+    if PROGRAM_RUNNING in rank.names:  # without what the thread did in waits
+        running_s = counter(rank, PROGRAM_RUNNING, steps) / 1e9
+        not_running_ns = counter(rank, PROGRAM_NOT_RUNNING, steps)
+    else:
+        running_s = counter(rank, MAIN_RUNNING, steps) / 1e9
+        not_running_ns = counter(rank, MAIN_NOT_RUNNING, steps) - _in_waits_ns(rank, waits, steps)
     return StepCounters(
         running_s=running_s,
         not_running_s=np.maximum(0.0, not_running_ns) / 1e9,

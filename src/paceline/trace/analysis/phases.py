@@ -36,13 +36,16 @@ _PHASE_OF = {
     Kind.CHECKPOINT: PHASES.index("checkpoint"),
     Kind.EVALUATION: PHASES.index("evaluation"),
     Kind.HOST: PHASES.index("host"),
+    Kind.READ: PHASES.index("input"),
+    Kind.WRITE: PHASES.index("checkpoint"),
 }
 _TRANSFER, _WAITING, _OTHER = (PHASES.index(name) for name in ("transfer", "waiting", "other"))
 _EVALUATION, _HOST = PHASES.index("evaluation"), PHASES.index("host")
 PHASE_OF_KIND = np.full(max(Kind) + 1, -1)
 for _kind, _phase in _PHASE_OF.items():
     PHASE_OF_KIND[_kind] = _phase
-_IN_EVALUATION = np.isin(np.arange(max(Kind) + 1), [Kind.INPUT, Kind.COPY, Kind.FORWARD, Kind.HOST])
+_EVALUATING = [Kind.INPUT, Kind.COPY, Kind.FORWARD, Kind.HOST, Kind.READ]
+_IN_EVALUATION = np.isin(np.arange(max(Kind) + 1), _EVALUATING)
 _TIMED = PHASE_OF_KIND >= 0
 _TIMED[Kind.WAIT] = True
 

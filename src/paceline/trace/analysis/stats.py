@@ -10,6 +10,7 @@ import numpy as np
 from paceline.core.breakdown import Breakdown
 from paceline.core.record import Record
 from paceline.trace.analysis.communication import Traffic
+from paceline.trace.analysis.files import FileUse
 from paceline.trace.analysis.host import HostTime
 from paceline.trace.format.events import Kind
 from paceline.trace.merge.matches import Mismatch
@@ -63,6 +64,7 @@ class TraceStats(Record):
         mismatches: the first of these collectives.
         step_rule: what ends a step, by a value of `merge.steps.StepRule`.
         violations: what contradicted causality after the correction of clocks, and was repaired.
+        files: what the run did with each file, the longest time first; empty if not recorded.
     """
 
     world_size: int
@@ -72,6 +74,7 @@ class TraceStats(Record):
     mismatches: tuple[Mismatch, ...] = ()
     step_rule: str = ""
     violations: Violations = field(default_factory=Violations)
+    files: tuple[FileUse, ...] = ()
 
 
 def summarize_trace(analysis: Analysis) -> TraceStats:
@@ -103,4 +106,5 @@ def summarize_trace(analysis: Analysis) -> TraceStats:
         mismatches=analysis.mismatches,
         step_rule=analysis.step_rule,
         violations=trace.violations,
+        files=analysis.files,
     )

@@ -51,9 +51,10 @@ WAIT_INTERVAL = np.dtype(
         ("message", "<i8"),  # row of the message that it is for in `Matches.messages`, or `NONE`
     ]
 )
-# A collective that a wait was for: rows of the rank's waits and of `Matches.calls`. A drain was for
-# several.
+# A collective that a wait was for: rows of the rank's waits and of `Matches.calls`. A drain, or a
+# wait for several requests, was for several.
 AWAITED = np.dtype([("wait", "<i8"), ("call", "<i8")])
+_AS_LATE = 0.05  # of a wait: what entered at most so much before the last is as late
 
 
 def wait_intervals(trace: Trace) -> tuple[np.ndarray, ...]:
@@ -181,8 +182,9 @@ class _RankWaits:
     def _find_several(self, waits: np.ndarray) -> None:
         """Fill in the rows `waits` of `found`: each is for all that ended at its own end.
 
-        It is ready when the last rank on which any of these depends had entered; that message is
-        its message.
+        It is ready when the last rank on which any of these depends had entered. Its message is
+        the one whose other side entered last, be it before the wait began; a receive, if the other
+        side of one came about as late.
         """
         if not len(waits):
             return
@@ -196,6 +198,7 @@ class _RankWaits:
 
         own = wait_of(self.calls["exit_ns"])
         calls, rows = np.flatnonzero(own != NONE), own[own != NONE]
+        self._add_awaited(rows, calls)
         instances = self.matches.instances[self.calls["instance"][calls]]
         ready_ns = self._ready_ns(self.calls[calls], instances, found["end_ns"][rows])
         usable = instances["agrees"] & (ready_ns != NO_TIME)
@@ -211,8 +214,14 @@ class _RankWaits:
         depends = ~sends | (entered_ns <= found["end_ns"][rows])
         rows, messages, entered_ns = rows[depends], messages[depends], entered_ns[depends]
         np.maximum.at(found["ready_ns"], rows, entered_ns)
-        last = entered_ns == found["ready_ns"][rows]
-        found["message"][rows[last]] = self.first_message + messages[last]
+        latest_ns = np.full(len(found), np.iinfo(np.int64).min)
+        np.maximum.at(latest_ns, rows, entered_ns)
+        waited_ns = np.maximum(0, latest_ns - found["begin_ns"])
+        last = entered_ns >= latest_ns[rows] - _AS_LATE * waited_ns[rows]
+        # A receive cannot end before its message was sent; that a send waited is an assumption.
+        receives = last & ~self.messages["sends"][messages]
+        for chosen in (last, receives):
+            found["message"][rows[chosen]] = self.first_message + messages[chosen]
 
     def _find_drains(self, waits: np.ndarray) -> None:
         """Fill in the rows `waits` of `found`: drains, for the collectives of a backward pass.

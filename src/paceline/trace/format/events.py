@@ -36,6 +36,8 @@ class Kind(IntEnum):
     HOST = 14
     SAMPLE = 15
     STAGE = 16
+    READ = 17
+    WRITE = 18
 
 
 class LocationType(IntEnum):
@@ -86,7 +88,8 @@ MAIN, COMMUNICATION = 0, 1
 # messages of one (group, source, destination, tag). `peer` is the global rank of the root or of
 # the other side, -1 for none. `tag` is that of a message; of an optimizer's step, a loader's batch
 # and a forward pass it is the number of the optimizer, loader or module, from 1; of a collective it
-# is the name of the path that its bytes took (an index like `name`); 0 for none. Of an action of a
+# is the name of the path that its bytes took, of a call for a file (READ, WRITE) the name that is the
+# file's path (indices like `name`); 0 for none. Of an action of a
 # pipeline (STAGE) `tag` is the stage, `amount` the microbatch, and `sequence` the number of the
 # batch on this rank.
 EVENT_DTYPE = np.dtype(
@@ -143,6 +146,8 @@ DRAIN = "drain"  # the wait at the end of a backward pass for collectives issued
 RUNNING, NOT_RUNNING = "running_ns", "not_running_ns"
 # The same of the main thread alone.
 MAIN_RUNNING, MAIN_NOT_RUNNING = "main_running_ns", "main_not_running_ns"
+# The same of the main thread of an MPI program outside of MPI, where it may spin while it waits.
+PROGRAM_RUNNING, PROGRAM_NOT_RUNNING = "program_running_ns", "program_not_running_ns"
 # A counter: the process was stopped (SIGSTOP, a debugger, a frozen container) until this moment.
 STOPPED = "stopped"
 # A counter at an optimizer's first step: bytes of all parameters that optimizers have stepped.
@@ -166,3 +171,9 @@ DATA_QUEUE = "data_queue"  # a counter of the same: requests that waited at the 
 LOADER_STAGES = {
     stage: f"loader_{stage}_ns" for stage in ("read", "verify", "decode", "transform", "collate")
 }
+# Calls for files, by which the long ones are events, too: write, sync and close are WRITE, the others
+# READ. At the end of the run each file has counters with its path as their tag: "io_read" counts its
+# calls, "io_read_ns" and "io_read_bytes" are theirs.
+IO_OPERATIONS = ("open", "stat", "list", "read", "write", "sync", "map", "close")
+IO_COUNTERS = {operation: f"io_{operation}" for operation in IO_OPERATIONS}
+IO_AT_ONCE = "io_at_once"  # a counter: how many of a file's calls were under way at one time
