@@ -4,11 +4,12 @@
     imbalance     a rank computes longer before the all-reduce
     slow loader   opening the file of a batch takes a rank longer
     slow disk     reading it takes a rank longer
-    hog           another process takes a rank's core
+    hog           another process computes on a rank's core
     stopped       a rank is stopped and continued (SIGSTOP)
     checkpoint    every few steps a rank writes a file
 
-The step grows by 20 to 100 %, for all of the run or for the middle of it. Half of the programs send
+The step grows by 20 to 100 %, for all of the run or for the middle of it; beside a hog, which
+shares the core, by what the kernel makes of it: its rank computes for 80 % of a step. Half of the programs send
 and receive by calls that block, half by requests and MPI_Waitall; half mark their steps by
 MPI_Pcontrol. Each is started by mpirun and recorded as by `paceline run --mpi`.
 
@@ -45,8 +46,8 @@ PATTERNS = {  # and the cause that the analysis should name
     "checkpoint": "checkpoint",
 }
 STATES = {"late sender": "late sender", "imbalance": "wait at NxN"}
-STEPS, STEPS_OF_LATE_SENDER = 60, 40
-BASE_S, BUSY_S = 0.010, 0.003
+STEPS, STEPS_OF_LATE_SENDER = 120, 60
+BASE_S, BUSY_S, BUSY_BESIDE_HOG_S = 0.010, 0.003, 0.008
 LATE_SENDER_S = 0.020
 PERIODS = (3, 4, 5)  # of checkpoints
 LEAST_WAITING_S = 0.05  # of a case, for its error to say something
@@ -79,6 +80,11 @@ class MpiCase:
         """Seconds of a step that nobody slows."""
         return LATE_SENDER_S / self.slow if self.pattern == "late sender" else BASE_S
 
+    @property
+    def busy_s(self):
+        """Seconds of a step in which a rank computes."""
+        return BUSY_BESIDE_HOG_S if self.pattern == "hog" else BUSY_S
+
     def seconds(self):
         """Return the seconds by which each step of the culprit is slowed."""
         extra = np.full(self.steps, self.slow * self.base_s * self.period)
@@ -106,7 +112,7 @@ def make_mpi_cases(seed, culprits, clean):
             case |= {
                 "culprit": int(random.integers(case["ranks"])),
                 "pattern": pattern,
-                "window": bool(random.integers(2)),
+                "window": bool(random.integers(2)) and pattern != "checkpoint",
                 "slow": float(random.uniform(0.2, 1.0)),
                 "period": int(random.choice(PERIODS)) if pattern == "checkpoint" else 1,
             }
@@ -143,8 +149,8 @@ class MpiStage:
         plan = {
             **{"folder": str(folder), "slow_files": str(self.slow_files), "steps": case.steps},
             **{"culprit": case.culprit, "pattern": case.pattern, "blocking": case.blocking},
-            **{"marks": case.marks, "unit_s": self.unit_s, "units": round(BUSY_S / self.unit_s)},
-            "device_s": max(0.0, case.base_s - BUSY_S),
+            **{"marks": case.marks, "unit_s": self.unit_s, "units": round(case.busy_s / self.unit_s)},
+            "device_s": max(0.0, case.base_s - case.busy_s),
             "seconds": case.seconds().tolist(),
             "cores": [sorted(self._cores(case, rank)) for rank in range(case.ranks)],
             "helper": str(folder / "helper"),
@@ -208,7 +214,18 @@ def serve_helper(address, pattern, cores, started):
             if pattern == "stopped":
                 truth_ranks.stop_on_demand(channel)
             else:
-                truth_ranks.compute_on_demand(channel, set(cores))
+                compute_beside(channel, set(cores))
+
+
+def compute_beside(channel, cores):
+    """Compute on the cores of a rank while its last message was above 0."""
+    os.sched_setaffinity(0, cores)
+    channel.recv_bytes()  # the rank's process id
+    with contextlib.suppress(EOFError):
+        while True:
+            (seconds,) = truth_ranks.CHANNEL.unpack(channel.recv_bytes())
+            while seconds > 0 and not channel.poll():
+                truth_mpi_ranks.work(10)
 
 
 # --- the judgement --------------------------------------------------------------------------------

@@ -73,18 +73,17 @@ class Rank:
 
     def step(self, number):
         plan, seconds = self.plan, self.plan["seconds"][number] if self.pattern else 0.0
+        if self.pattern == "hog":
+            self.helper.send_bytes(CHANNEL.pack(seconds))
         self.read_batch(seconds)
         units = plan["units"]
         work(units - units // 3)
         time.sleep(plan["device_s"])
         if seconds and self.pattern == "late sender":
             work(round(seconds / plan["unit_s"]))
-        if seconds and self.helper is not None:
+        if seconds and self.pattern == "stopped":
             self.helper.send_bytes(CHANNEL.pack(seconds))
-            if self.pattern == "stopped":  # a stop while the rank waits would cost nothing
-                self.helper.recv_bytes()
-            else:
-                work(units // 3)
+            self.helper.recv_bytes()  # a stop while the rank waits would cost nothing
         self.exchange()
         work(units // 3)
         if seconds and self.pattern == "imbalance":
