@@ -3,9 +3,9 @@
     python bench/truth.py --json [--quick] [--campaign] [--framework torch mpi] [--keep FOLDER]
                           [--minutes MINUTES] [--seed SEED] [--cases NUMBER ...]
 
-On torch/gloo and on mpi4py (`truth_mpi.py`, the cases of that are described there). `--campaign` has
-300 cases with a culprit, slowed by 20 % or more, and 300 clean runs of each framework. It takes an
-hour or more: `--minutes` ends it earlier, and with `--keep` the next call goes on where it ended.
+On torch/gloo and on mpi4py, whose cases `truth_mpi.py` describes. `--campaign` has 300 cases with a
+culprit, slowed by 20 % or more, and 300 clean runs of each framework. It takes an hour or more:
+`--minutes` ends each framework's part earlier, and with `--keep` the next call goes on there.
 
 Each case is a run of its own: two or three ranks under DistributedDataParallel, recorded by the
 recorder and the collector of `paceline run`, analysed as `paceline run` analyses them. In a case

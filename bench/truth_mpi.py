@@ -9,9 +9,9 @@
     checkpoint    every few steps a rank writes a file
 
 The step grows by 20 to 100 %, for all of the run or for the middle of it; beside a hog, which
-shares the core, by what the kernel makes of it: its rank computes for 80 % of a step. Half of the programs send
-and receive by calls that block, half by requests and MPI_Waitall; half mark their steps by
-MPI_Pcontrol. Each is started by mpirun and recorded as by `paceline run --mpi`.
+shares the core, by what the kernel makes of it: there ranks compute for 80 % of a step. Half of the
+programs send and receive by calls that block, half by requests and MPI_Waitall; half mark their
+steps by MPI_Pcontrol. Each is started by mpirun and recorded as by `paceline run --mpi`.
 
 From the times that the ranks note by themselves follows how long each waited in its calls: by MPI's
 rules, and by what the guide of wait states says of a send that is over before its receiver comes.
@@ -147,9 +147,15 @@ class MpiStage:
         (folder / "trace").mkdir(parents=True)
         (folder / "batch").write_bytes(bytes(truth_mpi_ranks.BATCH_BYTES))
         plan = {
-            **{"folder": str(folder), "slow_files": str(self.slow_files), "steps": case.steps},
-            **{"culprit": case.culprit, "pattern": case.pattern, "blocking": case.blocking},
-            **{"marks": case.marks, "unit_s": self.unit_s, "units": round(case.busy_s / self.unit_s)},
+            "folder": str(folder),
+            "slow_files": str(self.slow_files),
+            "steps": case.steps,
+            "culprit": case.culprit,
+            "pattern": case.pattern,
+            "blocking": case.blocking,
+            "marks": case.marks,
+            "unit_s": self.unit_s,
+            "units": round(case.busy_s / self.unit_s),
             "device_s": max(0.0, case.base_s - case.busy_s),
             "seconds": case.seconds().tolist(),
             "cores": [sorted(self._cores(case, rank)) for rank in range(case.ranks)],
@@ -286,9 +292,7 @@ def waiting_error(case, folder, analysis):
 
 def true_waiting_s(case, folder):
     """Return the seconds that ranks waited for others, from the times that they noted."""
-    noted = [
-        json.loads((folder / f"calls-{rank}.json").read_text()) for rank in range(case.ranks)
-    ]
+    noted = [json.loads((folder / f"calls-{rank}.json").read_text()) for rank in range(case.ranks)]
     calls = [
         {name: np.array([row[1:] for row in own if row[0] == name]) for name in {r[0] for r in own}}
         for own in noted

@@ -236,9 +236,7 @@ def test_counters_of_files_add_up(tmp_path):
         return [
             *loop(8, 5),
             *(
-                Event(
-                    Kind.COUNTER, 60 * MS, 60 * MS, name, amount=amount, tag_name="/data/a"
-                )
+                Event(Kind.COUNTER, 60 * MS, 60 * MS, name, amount=amount, tag_name="/data/a")
                 for name, amount in counters.items()
             ),
         ]

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 @click.command(epilog="Example: paceline why paceline-runs/train-20260101-120000")
 @run_argument
 @click.option(
-    "--verbose", is_flag=True, help="Add tables: stragglers, time by phase, loader, host work."
+    "--verbose",
+    is_flag=True,
+    help="Add tables: stragglers, time by phase, loader, host work, files.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def why(run: Path | None, verbose: bool, as_json: bool) -> None:
@@ -35,7 +37,7 @@ def why(run: Path | None, verbose: bool, as_json: bool) -> None:
         names = ["version", "run", "state", "verdict", "cautions", "advice"]
         names += ["exit_code", "failure", "nan", "step_rule", "stragglers", "shifts", "host_work"]
         names += ["loader_stages_s", "collective_paths", "pipeline", "bubble", "spilling"]
-        names += ["data"]
+        names += ["data", "files"]
         click.echo(json.dumps({"kind": "why", **{name: everything[name] for name in names}}))
         return
     console = Console(highlight=False)

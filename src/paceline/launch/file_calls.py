@@ -1,5 +1,7 @@
 """Has each process of a run count its calls for files, by a library that is preloaded into it.
 
+The hooks stand before the C library's functions::
+
     open, stat, readdir, read, write, fsync, mmap, close
           |
     native/io: a row for each file, shared with processes that are forked

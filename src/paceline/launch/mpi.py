@@ -135,9 +135,7 @@ def mpi_of_command(command: Sequence[str], *, required: bool) -> ProgramMpi | No
     return ProgramMpi(interface=launcher)
 
 
-def mpirun_command(
-    program: Sequence[str], ranks: int, *, record_io: bool = True
-) -> list[str]:
+def mpirun_command(program: Sequence[str], ranks: int, *, record_io: bool = True) -> list[str]:
     """Return the command that starts a program on `ranks` ranks, with the mpirun of its own MPI.
 
     Args:

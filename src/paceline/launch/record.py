@@ -39,9 +39,9 @@ from paceline.launch.failures import (
     place_of,
     raise_failure,
 )
+from paceline.launch.file_calls import file_call_variables
 from paceline.launch.folder import claim, default_folder, refuse_taken, write_start
 from paceline.launch.guard import STOP_SIGNAL
-from paceline.launch.file_calls import file_call_variables
 from paceline.launch.mpi import ProgramMpi, mpi_of_command
 from paceline.launch.ranks import SIGNAL_DELAY_S, LocalRanks
 from paceline.launch.recordable import check_recordable

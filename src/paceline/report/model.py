@@ -25,6 +25,7 @@ from paceline.report.comparable import difference
 from paceline.report.compare import Comparison, compare
 from paceline.report.data_nodes import DataUse, data_use, data_words
 from paceline.report.delays import cut_words, shift_words
+from paceline.report.files import file_words
 from paceline.report.out_of_core import (
     PlannedStep,
     Spilling,
@@ -48,6 +49,7 @@ from paceline.runs.result import RunResult
 from paceline.trace.analysis import analyse
 from paceline.trace.analysis.blame import Straggler
 from paceline.trace.analysis.communication import Traffic
+from paceline.trace.analysis.files import FileUse
 from paceline.trace.analysis.host import HostTime
 from paceline.trace.analysis.nans import NanValue
 from paceline.trace.analysis.phases import RankPhases, step_time_s
@@ -66,6 +68,8 @@ from paceline.trace.merge.steps import StepRule
 if TYPE_CHECKING:
     from paceline.core.plan import CollectivesChoice
     from paceline.trace.analysis import Analysis
+
+FILES_MAX = 50  # files in JSON: trace stats has them all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -99,6 +103,7 @@ class Report:
         bubble: why they idled.
         spilling: what a memory budget took; None without one, and where all fits.
         data: what the nodes that served its packs did; None without such nodes.
+        files: what the run did with each file, the longest time first; empty if not recorded.
         planned_step: of the rank with the budget's figures, if it left its plan.
         efficiency: what the ranks waited for, and what would make steps shorter; None where it was
             not asked for, of one rank, and where no steps were recorded by all ranks.
@@ -132,6 +137,7 @@ class Report:
     data: DataUse | None = None
     efficiency: RunEfficiency | None = None
     strips: PhaseStrips | None = None
+    files: tuple[FileUse, ...] = ()
 
     @property
     def words(self) -> str:
@@ -255,7 +261,8 @@ def gather(run: Path, *, in_detail: bool = False) -> Report:
     workers = loader_workers(trace.ranks)
     data = data_use(folder, mean_of(analysis.phases), trace.world_size, workers)
     sentences = [
-        *(hung, nan_words(analysis.nan), words, shift_words(analysis.shifts)),
+        *(hung, nan_words(analysis.nan), words, file_words(trace, stragglers)),
+        shift_words(analysis.shifts),
         *(spilling_words(spilled), disk_words(result), data_words(data), *gaps, rule),
     ]
     machine = folder.read_record(Machine, "machine.json")
@@ -290,6 +297,7 @@ def gather(run: Path, *, in_detail: bool = False) -> Report:
         data=data,
         efficiency=_efficiency(analysis) if in_detail else None,
         strips=phase_strips(analysis) if in_detail else None,
+        files=analysis.files,
     )
 
 
@@ -394,6 +402,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "spilling": _plain(report.spilling),
         "data": _plain(report.data),
         "efficiency": _plain(report.efficiency),
+        "files": [_plain(use) for use in report.files[:FILES_MAX]],
         "stragglers": [_plain(straggler) for straggler in report.stragglers],
         "shifts": [_plain(shift) for shift in report.shifts],
         "ranks": [

@@ -16,6 +16,7 @@ from paceline.core.plan import Plan
 from paceline.report.advice.gather import mean_times
 from paceline.report.compare import shown_cells, shown_phases
 from paceline.report.data_nodes import node_rows
+from paceline.report.files import HEADS, file_rows
 from paceline.report.fitting_table import FittingTable
 from paceline.report.memory_fit import render_memory_fit, render_stage_fits
 from paceline.report.model import modelled_s
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from paceline.report.compare import Comparison
     from paceline.report.model import Report
     from paceline.trace.analysis.communication import Traffic
+    from paceline.trace.analysis.files import FileUse
     from paceline.trace.analysis.host import HostTime
     from paceline.trace.analysis.stats import TraceStats
     from paceline.trace.merge.matches import Mismatch
@@ -103,7 +105,7 @@ def render_why(report: Report) -> Group:
 
 
 def render_details(report: Report) -> Group:
-    """Return the tables of ``paceline why --verbose``: stragglers, phases, loader, host work."""
+    """Return the tables of ``paceline why --verbose``: stragglers, phases, loader, files."""
     parts: list[RenderableType] = []
     if report.stragglers:
         parts += [Text(), _stragglers(report)]
@@ -113,9 +115,8 @@ def render_details(report: Report) -> Group:
     parts += _data_nodes(report)
     if report.loader_stages_s:
         parts += [Text(), _loader_stages(report.loader_stages_s, len(report.rank_phases))]
-    return Group(
-        *parts, *_host_work(report.host_work, report.total.total_s, len(report.rank_phases))
-    )
+    parts += _host_work(report.host_work, report.total.total_s, len(report.rank_phases))
+    return Group(*parts, *_files(report.files))
 
 
 def render_stats(stats: TraceStats) -> Group:
@@ -155,6 +156,7 @@ def render_stats(stats: TraceStats) -> Group:
     parts += _host_work(mean_times(times_by_rank), loop_s, len(stats.ranks))
     if stats.traffic:
         parts += [Text(), _traffic(stats.traffic)]
+    parts += _files(stats.files)
     untimed = sum(line.untimed_count for line in stats.traffic)
     for sentence in gap_words(untimed, stats.mismatch_count, stats.violations):
         parts += [Text(), Text(sentence, style="yellow")]
@@ -349,6 +351,13 @@ def _host_work(times: Sequence[HostTime], loop_s: float, ranks: int) -> list[Ren
     names = [printable(time.name) for time in times[:_ROWS]]
     seconds = "mean over ranks" if ranks > 1 else "seconds"
     return [Text(), _table("host work", [seconds, "of the loop", "measured by"], names, rows)]
+
+
+def _files(files: Sequence[FileUse]) -> list[RenderableType]:
+    if not files:
+        return []
+    names, rows = file_rows(files[:_ROWS])
+    return [Text(), _table("files", HEADS, [printable(name) for name in names], rows)]
 
 
 def _stragglers(report: Report) -> FittingTable:

@@ -88,10 +88,9 @@ MAIN, COMMUNICATION = 0, 1
 # messages of one (group, source, destination, tag). `peer` is the global rank of the root or of
 # the other side, -1 for none. `tag` is that of a message; of an optimizer's step, a loader's batch
 # and a forward pass it is the number of the optimizer, loader or module, from 1; of a collective it
-# is the name of the path that its bytes took, of a call for a file (READ, WRITE) the name that is the
-# file's path (indices like `name`); 0 for none. Of an action of a
-# pipeline (STAGE) `tag` is the stage, `amount` the microbatch, and `sequence` the number of the
-# batch on this rank.
+# is the name of the path that its bytes took, of a call for a file (READ, WRITE) the name that is
+# its path (indices like `name`); 0 for none. Of an action of a pipeline (STAGE) `tag` is the stage,
+# `amount` the microbatch, and `sequence` the number of the batch on this rank.
 EVENT_DTYPE = np.dtype(
     [
         ("begin_ns", "<u8"),
@@ -171,9 +170,9 @@ DATA_QUEUE = "data_queue"  # a counter of the same: requests that waited at the 
 LOADER_STAGES = {
     stage: f"loader_{stage}_ns" for stage in ("read", "verify", "decode", "transform", "collate")
 }
-# Calls for files, by which the long ones are events, too: write, sync and close are WRITE, the others
-# READ. At the end of the run each file has counters with its path as their tag: "io_read" counts its
-# calls, "io_read_ns" and "io_read_bytes" are theirs.
+# Calls for files. Long ones are events of these names: write, sync and close are WRITE, the others
+# READ. At the end of the run each file has counters with its path as their tag: "io_read" counts
+# its calls, "io_read_ns" and "io_read_bytes" are theirs.
 IO_OPERATIONS = ("open", "stat", "list", "read", "write", "sync", "map", "close")
 IO_COUNTERS = {operation: f"io_{operation}" for operation in IO_OPERATIONS}
 IO_AT_ONCE = "io_at_once"  # a counter: how many of a file's calls were under way at one time
