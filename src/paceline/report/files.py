@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 HEADS = ("ranks", "calls", "time", "read", "written", "at once")
 _FILES_CAUSES = frozenset({"data", "checkpoint"})
+_NOTABLE = 0.05  # of the time in all files
 _NAMED = 3  # operations of a file in a sentence
 
 
@@ -39,6 +40,15 @@ def file_words(trace: Trace, stragglers: Sequence[Straggler]) -> str:
         for word, seconds in longest
     )
     return f"Of its files {use.path} took rank {late} longest: {calls}."
+
+
+def shown_files(files: Sequence[FileUse]) -> list[FileUse]:
+    """Return the files without those that were only looked at, if that took little of the time.
+
+    A program that starts stats each folder of the paths in which it looks for its parts.
+    """
+    total_s = sum(use.total_s for use in files)
+    return [use for use in files if set(use.calls) != {"stat"} or use.total_s > _NOTABLE * total_s]
 
 
 def file_rows(files: Sequence[FileUse]) -> tuple[list[str], list[list[str]]]:

@@ -16,7 +16,7 @@ from paceline.core.plan import Plan
 from paceline.report.advice.gather import mean_times
 from paceline.report.compare import shown_cells, shown_phases
 from paceline.report.data_nodes import node_rows
-from paceline.report.files import HEADS, file_rows
+from paceline.report.files import HEADS, file_rows, shown_files
 from paceline.report.fitting_table import FittingTable
 from paceline.report.memory_fit import render_memory_fit, render_stage_fits
 from paceline.report.model import modelled_s
@@ -354,9 +354,10 @@ def _host_work(times: Sequence[HostTime], loop_s: float, ranks: int) -> list[Ren
 
 
 def _files(files: Sequence[FileUse]) -> list[RenderableType]:
-    if not files:
+    shown = shown_files(files)[:_ROWS]
+    if not shown:
         return []
-    names, rows = file_rows(files[:_ROWS])
+    names, rows = file_rows(shown)
     return [Text(), _table("files", HEADS, [printable(name) for name in names], rows)]
 
 
