@@ -115,6 +115,7 @@ def made_up_run(random, ranks, steps, noise, culprits=()):
                 not_running_s=starved_s,
                 gc_s=gc_s[i],
                 stop_count=stops[i],
+                major_faults=np.zeros(steps),
                 known=True,
                 trained_bytes=1 << 20,
             )

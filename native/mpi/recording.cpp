@@ -196,6 +196,7 @@ void count_program() {
   event.name = state->program_not_running;
   event.amount = state->program.runnable_ns;
   recorder.record(event);
+  recorder.count_paging();
   state->program = {};
 }
 

@@ -5,6 +5,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -26,6 +27,7 @@ namespace paceline {
 namespace {
 
 constexpr std::size_t page_bytes = 4096;
+constexpr std::uint64_t block_bytes = 512;  // of getrusage
 constexpr std::size_t table_limit = 65'536;  // an event refers to a table's entry by 16 bits
 
 std::uint64_t clock_ns(clockid_t clock) noexcept {
@@ -132,6 +134,8 @@ Recorder::Recorder(const std::string& path, const RecorderOptions& options)
   main_running_name_ = intern("main_running_ns");
   main_not_running_name_ = intern("main_not_running_ns");
   stopped_name_ = intern("stopped");
+  major_faults_name_ = intern("major_faults");
+  storage_bytes_name_ = intern("storage_bytes");
   define_group("", {});  // group 0 means "none"
   const auto process = static_cast<std::uint32_t>(getpid());
   main_tid_ = gettid();
@@ -320,6 +324,7 @@ std::uint64_t Recorder::end_step(std::uint16_t name, std::int32_t tag) {
   const std::uint64_t now = monotonic_ns();
   if (!recording()) return now;
   start_steps(now);
+  count_paging();
   ThreadTimes times = usage_.sample(now);
   ThreadTimes main = usage_.last_of(main_tid_);
   const std::uint64_t exact_ns = clock_ns(main_clock_);
@@ -350,6 +355,25 @@ std::uint64_t Recorder::end_step(std::uint16_t name, std::int32_t tag) {
   step_.store(event.step + 1, std::memory_order_relaxed);
   header_->step.store(event.step + 1, std::memory_order_relaxed);
   return now;
+}
+
+void Recorder::count_paging() {
+  rusage usage{};
+  if (!recording() || gettid() != main_tid_ || getrusage(RUSAGE_THREAD, &usage) != 0) return;
+  const std::int64_t faults = usage.ru_majflt - std::exchange(major_faults_before_, usage.ru_majflt);
+  const std::int64_t blocks = usage.ru_inblock - std::exchange(storage_blocks_before_, usage.ru_inblock);
+  const std::uint64_t now = monotonic_ns();
+  const auto count = [&](std::uint16_t name, std::int64_t amount, std::uint64_t unit) {
+    if (amount <= 0) return;
+    record({.begin_ns = now,
+            .end_ns = now,
+            .amount = static_cast<std::uint64_t>(amount) * unit,
+            .step = step(),
+            .name = name,
+            .kind = Kind::counter});
+  };
+  count(major_faults_name_, faults, 1);
+  count(storage_bytes_name_, blocks, block_bytes);
 }
 
 ThreadTimes Recorder::main_times() const noexcept {

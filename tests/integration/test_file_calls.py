@@ -146,3 +146,33 @@ def test_a_process_that_is_not_recorded_runs_as_without(tmp_path, data):
     plain = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (with_it.stdout, with_it.stderr) == (plain.stdout, plain.stderr)
     assert not Path(tmp_path / "RUN").exists()
+
+
+def test_pages_of_a_mapped_file_count_as_fetched_from_storage(tmp_path, data):
+    size = 4 << 20
+    body = f"""
+import mmap, resource
+with open(data, "wb") as file:
+    file.write(os.urandom({size}))
+    os.fsync(file.fileno())
+descriptor = os.open(data, os.O_RDONLY)
+os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+recorder.end_step()
+before = resource.getrusage(resource.RUSAGE_THREAD)
+mapped = mmap.mmap(descriptor, {size}, prot=mmap.PROT_READ)
+sum(mapped[at] for at in range(0, {size}, 4096))
+after = resource.getrusage(resource.RUSAGE_THREAD)
+recorder.end_step()
+print(after.ru_inblock - before.ru_inblock)
+"""
+    trace = record(tmp_path, body, data)
+    counters = trace.events_of(Kind.COUNTER)
+    fetched = {
+        trace.names[event["name"]]: int(event["amount"])
+        for event in counters[counters["step"] == 1]
+    }
+    if "storage_bytes" not in fetched:
+        pytest.skip("this file system stays in memory")
+    assert fetched["storage_bytes"] == size
+    assert fetched["major_faults"] >= 1
+    assert uses(trace)[str(data)].calls["map"] == 1

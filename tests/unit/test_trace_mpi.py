@@ -195,7 +195,7 @@ def test_times_outside_of_mpi_say_what_a_rank_did_and_not_that_others_spun(tmp_p
     def counter(at_ms, name, ms):
         return Event(Kind.COUNTER, at_ms * MS, at_ms * MS, name, amount=ms * MS)
 
-    def ranks(slept):
+    def ranks(slept, faults=0):
         return [
             [
                 *loop(13 if rank else 8, 40),
@@ -205,12 +205,13 @@ def test_times_outside_of_mpi_say_what_a_rank_did_and_not_that_others_spun(tmp_p
                     for i in range(40)
                 ),
                 *(counter(10 * i + 13, "program_not_running_ns", 0) for i in range(40)),
+                *(counter(10 * i + 13, "major_faults", faults * rank) for i in range(40)),
             ]
             for rank in range(2)
         ]
 
-    for slept, cause in ((False, "compute"), (True, "blocked")):
-        run = write_run(tmp_path / cause, ranks(slept))
+    for slept, faults, cause in ((False, 0, "compute"), (True, 0, "blocked"), (True, 3, "data")):
+        run = write_run(tmp_path / cause, ranks(slept, faults))
         (late,) = analyse(load_run(run)).stragglers
         assert (late.rank, late.cause) == (1, cause)
 

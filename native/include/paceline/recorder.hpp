@@ -152,6 +152,10 @@ class Recorder {
   // Starts the first step now, if no phase has done so yet.
   void start_steps(std::uint64_t now_ns);
 
+  // Records, if there were any since the last call, the major page faults of the main thread and the
+  // bytes that it had fetched from storage, by faults and by calls. Called by that thread; `end_step`
+  // does it, too.
+  void count_paging();
   // The main thread's times until now, exact for that thread itself.
   ThreadTimes main_times() const noexcept;
 
@@ -228,6 +232,8 @@ class Recorder {
   std::uint16_t main_running_name_ = 0;
   std::uint16_t main_not_running_name_ = 0;
   std::uint16_t stopped_name_ = 0;
+  std::uint16_t major_faults_name_ = 0;
+  std::uint16_t storage_bytes_name_ = 0;
   int main_tid_ = 0;        // the thread that made the recorder runs the training loop
   int main_times_ = -1;     // its schedstat
   struct OpenWait {
@@ -240,6 +246,8 @@ class Recorder {
   ThreadUsage usage_;
   ThreadTimes before_;       // at the end of the previous step
   ThreadTimes main_before_;  // of the main thread
+  std::int64_t major_faults_before_ = 0;
+  std::int64_t storage_blocks_before_ = 0;
 };
 
 }  // namespace paceline

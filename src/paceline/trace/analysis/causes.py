@@ -3,8 +3,9 @@
 The extra time is the rank's mean over these steps minus the other ranks' mean over the same steps.
 Input, checkpoints and garbage collection are seen as such. The rest is split by the counters of the
 main thread: time on a core is computing; time neither on a core nor waiting for one is time asleep,
-in which the thread was blocked, or the whole process stopped. Threads of a pool compute for the
-main thread while it sleeps: so far as they ran longer, the sleep is computing, too.
+in which the thread was blocked, or the whole process stopped. If it waited for pages of mapped
+files then, the sleep is input. Threads of a pool compute for the main thread while it sleeps: so
+far as they ran longer, the sleep is computing, too.
 
 A rank computes longer because it has more to compute, or because its core is slower: a lower clock,
 or another tenant on the core's other hyperthread. The kernel counts both as time on a core; steal
@@ -41,6 +42,9 @@ _SEEN = [PHASES.index(name) for name in ("input", "checkpoint")]
 _OPTIMIZER = PHASES.index("optimizer")
 _REST = [i for i in range(len(PHASES)) if i not in (*_WAITS, *_SEEN)]
 _COMPUTES_LONGER = 0.1  # share by which a rank computes longer than others, to count
+_FAULTS = (
+    1.0  # page faults that wait for storage, more than others in a late step, that explain sleep
+)
 _STOPPED_SHARE = 0.5  # of the late steps, in which the process was stopped
 
 
@@ -167,7 +171,9 @@ def seconds_by_cause(
         asleep_s = rest_s - max(0.0, running_s - gc_s) - max(0.0, not_running_s)
         computing_s = min(max(0.0, asleep_s), max(0.0, pool_s))
         halted = bool(np.mean(counters[i].stop_count[steps] > 0) >= _STOPPED_SHARE)
-        found["stopped" if halted else "blocked"] = asleep_s - computing_s
+        pages = extra([rank.major_faults for rank in counters]) >= _FAULTS
+        asleep = "stopped" if halted else "data" if pages else "blocked"
+        found[asleep] = max(0.0, found.get(asleep, 0.0)) + asleep_s - computing_s
         found["not_running"] = min(rest_s, not_running_s)
         found["compute"] = rest_s - max(0.0, asleep_s - computing_s) - max(0.0, not_running_s)
     else:

@@ -17,6 +17,7 @@ from paceline.trace.format.events import (
     MAIN,
     MAIN_NOT_RUNNING,
     MAIN_RUNNING,
+    MAJOR_FAULTS,
     PROGRAM_NOT_RUNNING,
     PROGRAM_RUNNING,
     STOPPED,
@@ -38,6 +39,7 @@ class StepCounters:
         not_running_s: time runnable without a core outside waits, shaped and 0 as `running_s`.
         gc_s: time in which Python's garbage collector ran, shape (steps,), seconds.
         stop_count: how often the process was stopped and continued, shape (steps,).
+        major_faults: page faults for which it waited for storage, shape (steps,).
         known: whether the trace holds the main thread's counters; traces of earlier versions hold
             only those of the whole process.
         trained_bytes: of the parameters that the rank's optimizers step; 0 if the trace does not
@@ -48,6 +50,7 @@ class StepCounters:
     not_running_s: np.ndarray
     gc_s: np.ndarray
     stop_count: np.ndarray
+    major_faults: np.ndarray
     known: bool
     trained_bytes: int
 
@@ -71,6 +74,7 @@ def step_counters(rank: RankTrace, waits: np.ndarray, steps: int) -> StepCounter
         not_running_s=np.maximum(0.0, not_running_ns) / 1e9,
         gc_s=_garbage_collection_s(rank, steps),
         stop_count=counter(rank, STOPPED, steps).astype(np.int64),
+        major_faults=counter(rank, MAJOR_FAULTS, steps),
         known=bool(running_s.any()),
         trained_bytes=trained_bytes(rank),
     )

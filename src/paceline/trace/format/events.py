@@ -147,6 +147,9 @@ RUNNING, NOT_RUNNING = "running_ns", "not_running_ns"
 MAIN_RUNNING, MAIN_NOT_RUNNING = "main_running_ns", "main_not_running_ns"
 # The same of the main thread of an MPI program outside of MPI, where it may spin while it waits.
 PROGRAM_RUNNING, PROGRAM_NOT_RUNNING = "program_running_ns", "program_not_running_ns"
+# Counters of the main thread since the last of them: page faults for which it had to wait for
+# storage, as of a mapped file, and bytes that it had fetched from there, by faults and by calls.
+MAJOR_FAULTS, STORAGE_BYTES = "major_faults", "storage_bytes"
 # A counter: the process was stopped (SIGSTOP, a debugger, a frozen container) until this moment.
 STOPPED = "stopped"
 # A counter at an optimizer's first step: bytes of all parameters that optimizers have stepped.
