@@ -1,8 +1,8 @@
 """Brings the times of matched calls onto the run's clock, and derives the times of instances.
 
 A correction has an error, so that a message may seem to arrive before it was sent, or a rank to
-leave a synchronising collective before all have entered. Such a completion is moved to the moment
-before which it cannot have been, and counted.
+leave a synchronising collective before ranks of another node have entered. Such a completion is
+moved to the moment before which it cannot have been, and counted.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def on_run_clock(matches: Matches, clocks: Sequence[ClockCorrection]) -> tuple[M
     calls = _corrected(matches.calls, matches.call_starts, clocks)
     messages = _corrected(matches.messages, matches.message_starts, clocks)
     moved = _timed(dataclasses.replace(matches, calls=calls, messages=messages))
-    late_ns = _early_receives(moved), _early_exits(moved)
+    late_ns = _early_receives(moved), _early_exits(moved, clocks)
     if not (late_ns[0].any() or late_ns[1].any()):
         return moved, Violations()
     messages, calls = moved.messages.copy(), moved.calls.copy()
@@ -83,12 +83,23 @@ def _early_receives(matches: Matches) -> np.ndarray:
     return found
 
 
-def _early_exits(matches: Matches) -> np.ndarray:
-    """Return by how much each call ends before its last rank entered, shape (calls,)."""
+def _early_exits(matches: Matches, clocks: Sequence[ClockCorrection]) -> np.ndarray:
+    """Return by how much each call ends before its last rank entered, shape (calls,).
+
+    That is an error of clocks only if these ranks have different ones, and a line fits both.
+    """
     calls = matches.calls
-    rows = np.flatnonzero(matches.synchronising())
-    last_ns = matches.instances["last_ns"][calls["instance"][rows]]
     found = np.zeros(len(calls), dtype=np.int64)
+    known = np.array([clock.error_ns is not None for clock in clocks], dtype=bool)
+    distinct = list(dict.fromkeys(clocks))
+    numbers = np.array([distinct.index(clock) for clock in clocks])
+    if len(distinct) < 2 or not len(calls):
+        return found
+    latest = np.lexsort((calls["enter_ns"], calls["instance"]))[matches.instance_starts[1:] - 1]
+    rows = np.flatnonzero(matches.synchronising())
+    own, last = calls["trace"][rows], calls["trace"][latest[calls["instance"][rows]]]
+    rows = rows[(numbers[own] != numbers[last]) & known[own] & known[last]]
+    last_ns = matches.instances["last_ns"][calls["instance"][rows]]
     found[rows] = np.maximum(0, last_ns - calls["exit_ns"][rows])
     return found
 
