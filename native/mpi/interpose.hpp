@@ -43,6 +43,7 @@ int collective(Operation operation, Comm comm, int root, Bytes&& bytes, Real&& r
   const CommunicatorPointer communicator = communicator_of(comm);
   const Event event = collective_event(*communicator, operation, root, bytes(*communicator));
   call.begin();
+  call.enter(event);
   const int result = real();
   call.end_blocking(event);
   return result;
@@ -57,6 +58,7 @@ int issue_collective(Operation operation, Comm comm, int root, Request* request,
   const CommunicatorPointer communicator = communicator_of(comm);
   Event event = collective_event(*communicator, operation, root, bytes(*communicator));
   event.begin_ns = call.begin();
+  call.enter(event);
   const int result = real();
   if (result == success) issue(*request, {.event = event, .wildcard = nullptr});
   call.end_issue();

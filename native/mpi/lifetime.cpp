@@ -20,6 +20,7 @@ INTERPOSE(MPI_Finalize, (), (),
           Call call;
           if (!call.recorded()) return real();
           end_run();
+          call.begin();  // it may wait for ranks that have not come to their end
           const int result = real();
           stop();
           return result;)
@@ -52,6 +53,7 @@ int make(Comm parent, Comm* child, const char* word, Real&& real) {
   const CommunicatorPointer from = communicator_of(parent);
   const Event event = collective_event(*from, Operation::make_communicator, no_root, 0);
   call.begin();
+  call.enter(event);
   const int result = real();
   call.end_blocking(event);
   if (result == success) made(parent, *child, word);

@@ -25,6 +25,7 @@ int send(int to, int tag, Comm comm, Bytes&& bytes, Real&& real) {
   const CommunicatorPointer communicator = communicator_of(comm);
   const Event event = message_event(*communicator, communicator->peer(to), tag, true, bytes());
   call.begin();
+  call.enter(event);
   const int result = real();
   call.end_blocking(event);
   return result;
@@ -83,6 +84,7 @@ int exchange(Call& call, Comm comm, int to, int send_tag, std::uint64_t bytes, i
   }
   if (from != proc_null) both.push_back(issued_receive(comm, from, receive_tag));
   const std::uint64_t begin_ns = call.begin();
+  if (!both.empty()) call.enter(both.back().event);
   const int result = real();
   for (Issued& issued : both) issued.event.begin_ns = begin_ns;
   const bool arrived = result == success && (from == proc_null || received(both.back(), told));
@@ -177,6 +179,7 @@ INTERPOSE(MPI_Wait, (Request * request, Status* status), (request, told),
           told = own.get();
           if (!recorded) return real();
           const Request handle = *request;
+          call.enter_pending(handle);
           return complete(call, true, real, [&](std::vector<Issued>& completed) {
             take_completed(handle, told, completed);
           });)
@@ -198,6 +201,8 @@ INTERPOSE(MPI_Waitall, (int n, Request* requests, Status* statuses), (n, request
           if (!call.recorded()) return real();
           Requests all(n, requests, statuses);
           told = all.statuses();
+          for (int i = 0; i < n && !call.enter_pending(requests[i]); ++i) {
+          }
           return complete(call, true, real, [&](std::vector<Issued>& completed) {
             all.take_all(completed);
           });)

@@ -1,10 +1,14 @@
 #include "recording.hpp"
 
+#include <execinfo.h>
+#include <signal.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -173,6 +177,31 @@ bool is_expected_library() {
 #endif
 }
 
+int stacks = -1;  // the descriptor to which `write_stack` writes
+
+void write_stack(int) {
+  const int error = errno;
+  std::array<void*, 64> frames{};
+  const int count = backtrace(frames.data(), static_cast<int>(frames.size()));
+  backtrace_symbols_fd(frames.data(), count, stacks);
+  errno = error;
+}
+
+// Answers the launcher's signal (launch/hangs/stacks.py) with this process's stack, unless Python,
+// whose stacks say more, has come first.
+void offer_stack() {
+  const int number = SIGRTMAX - 3;
+  struct sigaction action{};
+  if (sigaction(number, nullptr, &action) != 0 || action.sa_handler != SIG_DFL) return;
+  stacks = memfd_create("paceline-stacks", MFD_CLOEXEC);
+  if (stacks < 0) return;
+  void* frame = nullptr;
+  backtrace(&frame, 1);  // loads what it needs now, not in the handler
+  action.sa_handler = write_stack;
+  action.sa_flags = SA_RESTART;
+  sigaction(number, &action, nullptr);
+}
+
 }  // namespace
 
 namespace {
@@ -204,7 +233,30 @@ void count_program() {
 
 Call::Call() noexcept : recorded_(++depth == 1 && recording.load(std::memory_order_relaxed)) {}
 
-Call::~Call() { --depth; }
+Call::~Call() {
+  --depth;
+  if (entered_) state->recorder->leave();
+}
+
+void Call::enter(const Event& event) {
+  if (!is_main && event.kind != Kind::collective) return;  // the entry of messages is that thread's
+  Event entered = event;
+  entered.begin_ns = begin_ns_;
+  state->recorder->enter(entered);
+  entered_ = event.kind != Kind::collective;
+}
+
+bool Call::enter_pending(Request request) {
+  Event event;
+  {
+    const std::lock_guard lock(state->mutex);
+    const auto found = state->pending.find(key_of(request));
+    if (found == state->pending.end()) return false;
+    event = found->second.event;
+  }
+  if (event.kind != Kind::collective) enter(event);  // a collective was entered when it was issued
+  return true;
+}
 
 bool Call::is_outermost() noexcept { return depth == 1; }
 
@@ -346,6 +398,7 @@ void start() {
   comm_group.get()(world(), &state->world_group);
   add(world(), describe(world(), "MPI_COMM_WORLD"));
   add(self(), describe(self(), "MPI_COMM_SELF"));
+  offer_stack();
   is_main = true;
   last_end_ns = monotonic_ns();
   recorder.start_steps(last_end_ns);

@@ -105,6 +105,10 @@ class Call {
   // was.
   std::uint64_t begin() noexcept;
   std::uint64_t begin_ns() const noexcept { return begin_ns_; }
+  // Publishes what the call is about to wait for, until it ends.
+  void enter(const Event& event);
+  // The same of a request, if it is of a message or collective that is pending; whether it is.
+  bool enter_pending(Request request);
   // Records what this call itself completed, and that it waited for that.
   void end_blocking(Event event);
   // As `end_blocking`, of a receive that `status` describes.
@@ -125,6 +129,7 @@ class Call {
 
   bool recorded_ = false;
   bool opened_ = false;
+  bool entered_ = false;  // a message: a collective is left when it is recorded
   std::uint64_t begin_ns_ = 0;
 };
 

@@ -12,6 +12,7 @@ int make_window(Comm comm, Win* window, Real&& real) {
   const CommunicatorPointer from = communicator_of(comm);
   const Event event = collective_event(*from, Operation::make_window, no_root, 0);
   call.begin();
+  call.enter(event);
   const int result = real();
   call.end_blocking(event);
   if (result == success) made_window(comm, *window);
@@ -66,6 +67,7 @@ INTERPOSE(MPI_Win_fence, (int assertion, Win window), (assertion, window),
           const Event event = collective_event(
               *on, opens ? Operation::open_fence : Operation::fence, no_root, 0);
           call.begin();
+          call.enter(event);
           const int result = real();
           call.end_blocking(event);
           return result;)

@@ -126,6 +126,18 @@ void bind_recorder(nb::module_& module) {
             self.record(static_cast<const Event*>(events.view.buf), count);
           },
           "data"_a)
+      .def(
+          "enter",
+          [](Recorder& self, int kind, std::uint16_t name, std::uint16_t group,
+             std::uint32_t sequence, std::int32_t peer) {
+            self.enter({.sequence = sequence,
+                        .peer = peer,
+                        .name = name,
+                        .group = group,
+                        .kind = static_cast<Kind>(kind)});
+          },
+          "kind"_a, "name"_a, "group"_a, "sequence"_a = 0, "peer"_a = -1)
+      .def("leave", &Recorder::leave)
       .def("end_step", &Recorder::end_step, "name"_a = 0, "tag"_a = 0)
       .def("attach_io", [](Recorder& self) { return attach_io(self, [] { return true; }); })
       .def("detach_io", [](Recorder& self) { detach_io(self); })

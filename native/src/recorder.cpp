@@ -16,6 +16,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <system_error>
 #include <utility>
 
@@ -85,6 +86,16 @@ std::uint32_t live_checksum(const TraceHeader& header) {
                 offsetof(TraceHeader, live_checksum) - begin);
 }
 
+// Changes an entry that another process reads meanwhile: it takes none whose version is odd.
+template <class Change>
+void publish(GroupProgress& entry, Change&& change) {
+  const std::uint32_t version = entry.version.load(std::memory_order_relaxed);
+  entry.version.store(version + 1, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);
+  change();
+  entry.version.store(version + 2, std::memory_order_release);
+}
+
 }  // namespace
 
 std::uint64_t monotonic_ns() noexcept { return clock_ns(CLOCK_MONOTONIC); }
@@ -115,6 +126,7 @@ Recorder::Recorder(const std::string& path, const RecorderOptions& options)
   void* mapped = mmap(nullptr, page_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
   if (mapped == MAP_FAILED) fail("map");
   header_ = static_cast<TraceHeader*>(mapped);
+  progress_ = reinterpret_cast<GroupProgress*>(static_cast<char*>(mapped) + progress_offset);
   header_->version = trace_format_version;
   header_->rank = options.rank;
   header_->world_size = options.world_size;
@@ -301,6 +313,58 @@ std::uint64_t Recorder::end(Kind kind, std::uint16_t name, std::uint64_t begin_n
   return now;
 }
 
+GroupProgress& Recorder::progress_of(std::uint16_t group) {
+  GroupProgress* oldest = &progress_[1];
+  for (std::size_t i = 1; i < progress_entries; ++i) {
+    GroupProgress& entry = progress_[i];
+    if (entry.group == group || entry.group == 0) return entry;
+    if (entry.entered_ns < oldest->entered_ns) oldest = &entry;
+  }
+  publish(*oldest, [&] { oldest->entered = oldest->left = oldest->unseen = oldest->group = 0; });
+  return *oldest;
+}
+
+void Recorder::enter(const Event& event) {
+  if (!recording()) return;
+  const std::uint64_t now = event.begin_ns != 0 ? event.begin_ns : monotonic_ns();
+  const std::lock_guard lock(shared_->mutex);
+  const bool is_collective = event.kind == Kind::collective;
+  if (is_collective && event.group == 0) return;
+  GroupProgress& entry = is_collective ? progress_of(event.group) : progress_[0];
+  publish(entry, [&] {
+    if (is_collective) {
+      // Collectives that were not entered (their hooks failed, or were taken out) have ended.
+      if (entry.left >= entry.entered) entry.left = event.sequence - 1;
+      entry.entered = event.sequence;
+      entry.operations[event.sequence % std::size(entry.operations)] = event.name;
+    } else {
+      entry.left = entry.entered++;
+    }
+    entry.group = event.group;
+    entry.name = event.name;
+    entry.peer = event.peer;
+    entry.entered_ns = now;
+  });
+}
+
+void Recorder::leave() {
+  if (!recording()) return;
+  const std::lock_guard lock(shared_->mutex);
+  publish(progress_[0], [&] { progress_[0].left = progress_[0].entered; });
+}
+
+void Recorder::note_left(const Event& event) {
+  for (std::size_t i = 1; i < progress_entries && progress_[i].group != 0; ++i) {
+    GroupProgress& entry = progress_[i];
+    if (entry.group != event.group) continue;
+    publish(entry, [&] {
+      if (entry.left < entry.entered) ++entry.left;
+      if ((event.flags & completion_unknown) != 0) entry.unseen = event.sequence;
+    });
+    return;
+  }
+}
+
 void Recorder::record(const Event& event) {
   if (!owned()) return;
   Event recorded = event;
@@ -308,6 +372,7 @@ void Recorder::record(const Event& event) {
     recorded.amount = close_wait(event.begin_ns, event.amount);
   }
   const std::lock_guard lock(shared_->mutex);
+  if (event.kind == Kind::collective && event.group != 0 && !shared_->stopping) note_left(event);
   append(recorded);
 }
 

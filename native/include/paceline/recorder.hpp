@@ -104,6 +104,26 @@ struct TraceHeader {
 };
 static_assert(sizeof(TraceHeader) <= 4096);
 
+// How far the rank has come with the collectives of one group: from byte 1024 on of the same page,
+// so that its launcher sees which rank the others wait for. The first entry is not of a group but of
+// the message that the rank waits for.
+constexpr std::size_t progress_offset = 1024;
+constexpr std::size_t progress_entries = 48;
+struct GroupProgress {
+  std::atomic<std::uint32_t> version;  // odd while the entry changes
+  std::uint16_t group;                 // number of the group; 0: the entry is not used
+  std::uint16_t name;                  // of the last collective or message that was entered
+  std::uint32_t entered;               // its sequence; of messages, how many were waited for
+  std::uint32_t left;                  // number of collectives, or messages, that have ended
+  std::uint32_t unseen;                // sequence of the last one whose completion is not seen
+  std::int32_t peer;                   // its root or other side
+  std::uint64_t entered_ns;
+  std::uint16_t operations[8];  // names of the last collectives, by their sequence modulo 8
+  std::uint32_t reserved[4];
+};
+static_assert(sizeof(GroupProgress) == 64);
+static_assert(progress_offset + progress_entries * sizeof(GroupProgress) == 4096);
+
 std::uint64_t monotonic_ns() noexcept;
 
 struct RecorderOptions {
@@ -142,6 +162,10 @@ class Recorder {
   // Records [begin_ns, now] on the main location and goes back to `outer`. Returns now.
   std::uint64_t end(Kind kind, std::uint16_t name, std::uint64_t begin_ns, std::uint64_t amount,
                     Phase outer, std::int32_t tag = 0, std::uint8_t flags = 0);
+  // Publishes in the header that this rank has entered a collective of a group, which `record` of it
+  // takes to be left; or that it waits for a message, until `leave`.
+  void enter(const Event& event);
+  void leave();
   void record(const Event& event);
   // Records events that are known already, and writes them at once if they fill the buffer.
   void record(const Event* events, std::size_t count);
@@ -182,6 +206,8 @@ class Recorder {
   static std::uint16_t define(std::unordered_map<std::string, std::uint16_t>& table,
                               Definitions& fresh, const std::string& entry);
   void append(const Event& event);                       // with shared_->mutex held
+  GroupProgress& progress_of(std::uint16_t group);            // likewise
+  void note_left(const Event& event);                    // likewise
   void open_wait(std::uint64_t now_ns);
   std::uint64_t close_wait(std::uint64_t begin_ns, std::uint64_t otherwise);
   void write_pending();                                  // with writer_mutex_ held
@@ -195,6 +221,7 @@ class Recorder {
   RecorderOptions options_;
   int descriptor_ = -1;
   TraceHeader* header_ = nullptr;
+  GroupProgress* progress_ = nullptr;  // changed with shared_->mutex held
   std::uint64_t generation_;
   std::atomic<bool> closed_ = false;
 

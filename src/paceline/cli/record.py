@@ -45,6 +45,13 @@ Example: paceline record -- torchrun --nproc-per-node 2 train.py
     default=None,
     help="Record calls for files, too, as for paceline run [default: only of MPI programs].",
 )
+@click.option(
+    "--hang-timeout",
+    metavar="SECONDS",
+    default="300",
+    help="End the run, and name the rank, when others wait this long for one that shows no sign of "
+    "work; off: never [default: 300].",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 @click.option("--dry-run", is_flag=True, help="Print the run's folder; start nothing.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -54,6 +61,7 @@ def record(
     collectives: CollectivesChoice,
     mpi: bool,
     record_io: bool | None,
+    hang_timeout: str,
     as_json: bool,
     dry_run: bool,
     command: tuple[str, ...],
@@ -67,11 +75,18 @@ def record(
     """
     click.echo(f"paceline record: {command[0]}", err=True)
     from paceline.core.clock import SystemClock
+    from paceline.core.config import parse_seconds
     from paceline.launch.record import prepare_command
 
     clock = SystemClock()
     job = prepare_command(
-        command, out, clock, collectives=collectives, mpi=mpi, record_io=record_io
+        command,
+        out,
+        clock,
+        collectives=collectives,
+        mpi=mpi,
+        record_io=record_io,
+        hang_timeout_s=parse_seconds(hang_timeout),
     )
     if job.mpi is not None:
         click.echo(f"paceline record: MPI {job.mpi.interface} {job.mpi.library}", err=True)

@@ -150,11 +150,17 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
     help="Follow the plan file (from paceline plan --out), and compare the run with its estimate.",
 )
 @click.option(
+    "--hang-timeout",
+    metavar="SECONDS",
+    help="End the run, and name the rank, when others wait this long for one that shows no sign of "
+    "work; off: never [default: 300].",
+)
+@click.option(
     "--mpi",
     is_flag=True,
     help="SCRIPT uses MPI (C, Fortran, mpi4py): its own mpirun starts it, and its calls are "
-    "recorded; of the other options only -n, -m, --out, --machine, --record-io and --json are for "
-    "it.",
+    "recorded; of the other options only -n, -m, --out, --machine, --record-io, --hang-timeout and "
+    "--json are for it.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 @click.option(
@@ -195,6 +201,7 @@ def run(
     rdzv_id: str | None,
     machine: Path | None,
     plan_path: Path | None,
+    hang_timeout: str | None,
     mpi: bool,
     as_json: bool,
     dry_run: bool,
@@ -212,7 +219,7 @@ def run(
     )
     from paceline.cli.output import print_result, stdout_as_stderr, warn
     from paceline.core.clock import SystemClock
-    from paceline.core.config import parse_size, resolve
+    from paceline.core.config import parse_seconds, parse_size, resolve
     from paceline.core.plan_file import load_plan_file
     from paceline.launch.nodes import parse_nnodes
     from paceline.launch.options import RunConfig
@@ -252,6 +259,7 @@ def run(
         "node_rank": node_rank,
         "rdzv_endpoint": rdzv_endpoint,
         "rdzv_id": rdzv_id,
+        "hang_timeout_s": parse_seconds(hang_timeout) if hang_timeout else None,
     }
     program = find_program(script, is_module=module)
     if mpi:
@@ -300,9 +308,10 @@ def _run_mpi(
     from paceline.core.clock import SystemClock
     from paceline.core.errors import UsageError
     from paceline.launch.mpi import mpirun_command
+    from paceline.launch.options import HANG_TIMEOUT_S
     from paceline.launch.record import prepare_command
 
-    own = ("ranks", "record_io")
+    own = ("ranks", "record_io", "hang_timeout_s")
     given = [name for name, value in flags.items() if value is not None and name not in own]
     if given or plan_path is not None:
         raise UsageError(
@@ -313,8 +322,16 @@ def _run_mpi(
         )
     files = flags["record_io"] is not False
     command = mpirun_command([*program.command, *args], flags["ranks"] or 1, record_io=files)
-    clock = SystemClock()
-    job = prepare_command(command, out, clock, mpi=True, record_io=files, stem=program.stem)
+    timeout_s = flags["hang_timeout_s"]
+    job = prepare_command(
+        command,
+        out,
+        SystemClock(),
+        mpi=True,
+        record_io=files,
+        stem=program.stem,
+        hang_timeout_s=HANG_TIMEOUT_S if timeout_s is None else timeout_s,
+    )
     click.echo(f"paceline run: {' '.join(command)}", err=True)
     run_recorded(job, machine, as_json=as_json, dry_run=dry_run)
 

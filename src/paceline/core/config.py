@@ -93,6 +93,24 @@ def parse_size(text: str, *, where: str = "") -> int:
         raise ConfigError(f"{text!r} is not a size", where=where, fix=fix) from None
 
 
+def parse_seconds(text: str, *, where: str = "") -> float:
+    """Return the seconds that ``90`` or ``off``, which is 0, stands for.
+
+    Raises:
+        ConfigError: `text` is neither; the error names `where`.
+
+    >>> parse_seconds("90"), parse_seconds("off")
+    (90.0, 0.0)
+    """
+    if text.strip().lower() == "off":
+        return 0.0
+    try:
+        return float(text)
+    except ValueError:
+        fix = "Write seconds, as 90, or off"
+        raise ConfigError(f"{text!r} is not a time", where=where, fix=fix) from None
+
+
 def environment() -> Mapping[str, str]:
     """Return the process's environment."""
     return os.environ

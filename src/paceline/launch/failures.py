@@ -16,6 +16,8 @@ from paceline.core.errors import (
 from paceline.launch.exits import ExitOutcome, interruption
 from paceline.launch.failure_report import read_reports
 from paceline.launch.summary import trace_statuses
+from paceline.runs.folder import RunFolder
+from paceline.runs.hang import HANG_NAME, Hang
 from paceline.runs.result import Failure
 from paceline.trace.format.events import Kind
 from paceline.trace.format.files import read_status, trace_name
@@ -80,6 +82,18 @@ def first_failure(run: Path, exits: tuple[RankExit, ...]) -> Failure | None:
         if hung := _hung(run, reports, exits):
             return hung
     return failure_of(run, reports[0])
+
+
+def hang_failure(run: Path) -> Failure | None:
+    """Return the failure of the rank that the launcher found to hang; None if it found none."""
+    try:
+        hang = RunFolder(run).read_record(Hang, HANG_NAME)
+    except PacelineError:  # cut short by a full disk
+        return None
+    if hang is None:
+        return None
+    step, phase = _place(run, hang.rank)
+    return Failure(rank=hang.rank, step=step, phase=phase, error=f"{HUNG}: {hang.detail}")
 
 
 def failure_of(run: Path, report: dict[str, Any]) -> Failure:
@@ -216,7 +230,10 @@ def _loss(run: Path, failure: Failure) -> PacelineError | None:
             f"rank {failure.rank} hung",
             where=where,
             why=why,
-            fix="See what it does there: start the run again, and when it hangs: py-spy dump",
+            fix=f"See the stacks of all ranks: {run / HANG_NAME}"
+            if (run / HANG_NAME).exists()
+            else "See what it does there: start the run again, with a --hang-timeout below the "
+            "timeout of the collective",
         )
     if failure.error == _LOST:
         return DeadlineExceeded(

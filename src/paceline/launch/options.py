@@ -12,6 +12,22 @@ from paceline.core.plan import CollectivesChoice, StrategyChoice
 from paceline.launch.rendezvous.root import Deadlines
 
 
+HANG_TIMEOUT_S = 300.0  # shorter than gloo's 1800 s, and than NCCL's 600 s
+
+
+def check_hang_timeout(seconds: float) -> None:
+    """Check how long ranks may wait for one that hangs.
+
+    Raises:
+        UsageError: it is neither 0 nor a number of seconds from 1 on.
+    """
+    if not (seconds == 0 or 1 <= seconds <= 1e6):
+        raise UsageError(
+            f"hang_timeout_s must be 0 or between 1 and 1e6, got {seconds:g}",
+            fix="Give seconds, or off",
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig(Configuration):
     """How to run a script.
@@ -75,6 +91,8 @@ class RunConfig(Configuration):
         heartbeat_interval_s: time between two reports of a task to rank 0's task.
         heartbeat_timeout_s: a task without a message for this time is lost.
         stop_timeout_s: time that tasks have to end their ranks when another rank has failed.
+        hang_timeout_s: how long ranks wait for one that shows no sign of work until the run is
+            ended, and its stack shown (docs/guides/hangs.md); 0: for ever.
     """
 
     section: ClassVar[str] = "run"
@@ -111,6 +129,7 @@ class RunConfig(Configuration):
     heartbeat_interval_s: float = 10.0
     heartbeat_timeout_s: float = 60.0
     stop_timeout_s: float = 10.0
+    hang_timeout_s: float = HANG_TIMEOUT_S
 
     def __post_init__(self) -> None:
         if self.ranks is not None and self.ranks < 1:
@@ -149,6 +168,7 @@ class RunConfig(Configuration):
                     f"{name} must be above 0 and at most 1e6, got {getattr(self, name):g}",
                     fix="Give seconds",
                 )
+        check_hang_timeout(self.hang_timeout_s)
         if not 2 * self.heartbeat_interval_s <= self.heartbeat_timeout_s <= 1e6:
             raise UsageError(
                 f"heartbeat_timeout_s must be at least twice heartbeat_interval_s, got "

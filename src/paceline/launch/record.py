@@ -36,13 +36,16 @@ from paceline.launch.failures import (
     early_leave,
     exit_code,
     failure_of,
+    hang_failure,
     place_of,
     raise_failure,
 )
 from paceline.launch.file_calls import file_call_variables
 from paceline.launch.folder import claim, default_folder, refuse_taken, write_start
 from paceline.launch.guard import STOP_SIGNAL
+from paceline.launch.hangs.watch import HangWatcher
 from paceline.launch.mpi import ProgramMpi, mpi_of_command
+from paceline.launch.options import HANG_TIMEOUT_S, check_hang_timeout
 from paceline.launch.ranks import SIGNAL_DELAY_S, LocalRanks
 from paceline.launch.recordable import check_recordable
 from paceline.launch.summary import summarize, trace_statuses
@@ -71,6 +74,7 @@ class RecordedCommand:
         collectives: ``paceline`` gives the ranks that backend where they ask for gloo or for none.
         mpi: the MPI of the program, whose calls are recorded; None if it uses none.
         record_io: calls for files are recorded.
+        hang_timeout_s: as of `RunConfig`.
     """
 
     command: tuple[str, ...]
@@ -80,6 +84,7 @@ class RecordedCommand:
     collectives: CollectivesChoice = "torch"
     mpi: ProgramMpi | None = None
     record_io: bool = False
+    hang_timeout_s: float = HANG_TIMEOUT_S
 
 
 def prepare_command(
@@ -91,6 +96,7 @@ def prepare_command(
     mpi: bool = False,
     record_io: bool | None = None,
     stem: str = "",
+    hang_timeout_s: float = HANG_TIMEOUT_S,
 ) -> RecordedCommand:
     """Check a command before anything is written or started.
 
@@ -102,14 +108,17 @@ def prepare_command(
         mpi: the command starts a program that uses MPI; without it only executables are looked at.
         record_io: whether to record calls for files, too; None: only of MPI programs.
         stem: what the name of a default folder begins with; empty: the command's.
+        hang_timeout_s: as of `RunConfig`.
 
     Raises:
         NotFound: there is no such program.
-        UsageError: its ranks cannot be recorded from outside, or its MPI is not known.
+        UsageError: its ranks cannot be recorded from outside, its MPI is not known, or the timeout
+            is not valid.
         Missing: the library that records MPI was not installed.
         DestinationExists: the folder is there and not empty.
         ConfigError: a setting of the backend ``paceline`` is not valid.
     """
+    check_hang_timeout(hang_timeout_s)
     settings = resolve(CollectivesConfig)  # before the ranks find the same mistake
     folder = run or default_folder(stem or _stem(command), None, clock)
     check_recordable(command, folder)
@@ -125,6 +134,7 @@ def prepare_command(
         collectives_settings=settings,
         mpi=found,
         record_io=found is not None if record_io is None else record_io,
+        hang_timeout_s=hang_timeout_s,
     )
 
 
@@ -162,7 +172,10 @@ def record_command(job: RecordedCommand, *, machine: Machine, clock: Clock) -> R
         launcher=this_launcher(),
     )
     exits = _run(job, clock)
-    failure = None if not exits or exits[0].rank is None else _failure(run, exits[0])
+    interrupted = bool(exits) and exits[0].rank is None
+    failure = None if interrupted else hang_failure(run)
+    if failure is None and exits and not interrupted:
+        failure = _failure(run, exits[0])
     code = exit_code(exits, failure)
     if exits and not code:
         code = _command_error(job.command[0], exits[0]).exit_code
@@ -197,11 +210,12 @@ def _run(job: RecordedCommand, clock: Clock) -> tuple[RankExit, ...]:
     if job.record_io:
         environ |= file_call_variables(job.run_folder, environ)
     local = LocalRanks(clock, stop_signal=STOP_SIGNAL)
+    hangs = HangWatcher(job.run_folder, clock, job.hang_timeout_s)
     try:
-        with ended_on_signal(clock):
+        with ended_on_signal(clock), hangs:
             try:
                 local.start(0, command, environ)
-                local.wait()
+                local.wait(hangs.stop_reason)
             except StopRequested as stop:
                 local.stop(SIGNAL_DELAY_S)
                 return (interrupted_exit(None, stop, clock.wall_s()),)

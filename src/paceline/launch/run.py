@@ -37,10 +37,11 @@ from paceline.core.processes import (
 )
 from paceline.launch.data_servers import DataServers
 from paceline.launch.exits import ExitOutcome, explaining_exits, interrupted_exit, interruption
-from paceline.launch.failures import exit_code, first_failure, raise_failure
+from paceline.launch.failures import exit_code, first_failure, hang_failure, raise_failure
 from paceline.launch.file_calls import file_call_variables
 from paceline.launch.folder import write_start
 from paceline.launch.guard import STOP_SIGNAL
+from paceline.launch.hangs.watch import HangWatcher
 from paceline.launch.output import TaggedOutput
 from paceline.launch.output_servers import OutputServers
 from paceline.launch.program import ProgramKind
@@ -134,7 +135,9 @@ def _run(
         interrupted = interruption(exits)
         # Only if a rank exited badly: a shell script may have ignored the exception of a process it
         # started.
-        failure = first_failure(job.run_folder, exits) if exits and not interrupted else None
+        failure = None if interrupted else hang_failure(job.run_folder)
+        if failure is None and exits and not interrupted:
+            failure = first_failure(job.run_folder, exits)
         result = summarize(job.run_folder, job.ranks, exit_code(exits, failure), failure)
         failure = result.failure
         commit_text(job.run_folder / "result.json", result.to_text())
@@ -175,35 +178,38 @@ def _run_ranks(
     if threading.current_thread() is threading.main_thread():
         outlive_preemption()
     watch = StatusWatcher(job.run_folder, clock, on_status)
+    config = job.resolved.config
+    hangs = HangWatcher(job.run_folder, clock, config.hang_timeout_s if config.record else 0.0)
     with contextlib.ExitStack() as stack:
         # Removed when all ranks have ended: a killed rank does not remove its loader workers'
         # sockets. The path of a socket is limited: the name is as long as multiprocessing's own.
         folder = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="pace-", ignore_cleanup_errors=True)
         )
-        tag = job.resolved.config.tag_output
-        output = stack.enter_context(TaggedOutput(clock)) if tag else None
+        output = stack.enter_context(TaggedOutput(clock)) if config.tag_output else None
         try:
-            with watch, ended_on_signal(clock):
+            with watch, ended_on_signal(clock), hangs:
                 # A program that is not Python runs below a supervisor process (`launch.guard`),
                 # which is stopped by SIGTERM.
                 guarded = job.program.kind is ProgramKind.EXECUTABLE
                 local = LocalRanks(clock, output, STOP_SIGNAL if guarded else signal.SIGINT)
                 start = _Starter(job, local, served, Path(folder))
                 if rendezvous is None:
-                    return _run_alone(local, start, clock)
-                return run_task(job.task_number, local, start, rendezvous, clock)
+                    return _run_alone(local, start, clock, hangs.stop_reason)
+                return run_task(job.task_number, local, start, rendezvous, clock, hangs.stop_reason)
         except StopRequested as stop:
             return (interrupted_exit(None, stop, clock.wall_s()),)
         finally:
             end_descendants(clock, before)
 
 
-def _run_alone(local: LocalRanks, start: _Starter, clock: Clock) -> tuple[RankExit, ...]:
+def _run_alone(
+    local: LocalRanks, start: _Starter, clock: Clock, stop_reason: Callable[[], str]
+) -> tuple[RankExit, ...]:
     """Run all ranks of a run on one node."""
     try:
         start(None)
-        local.wait()
+        local.wait(stop_reason)
     except StopRequested as stop:
         local.stop(SIGNAL_DELAY_S)
         return (interrupted_exit(None, stop, clock.wall_s()),)

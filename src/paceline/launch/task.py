@@ -32,6 +32,7 @@ def run_task(
     start: Callable[[StartInfo], None],
     rendezvous: TaskRendezvous,
     clock: Clock,
+    stop_reason: Callable[[], str] = str,
 ) -> tuple[RankExit, ...]:
     """Run this launcher's ranks to their end.
 
@@ -41,6 +42,7 @@ def run_task(
         start: starts them when all launchers have arrived.
         rendezvous: where the launchers meet.
         clock: for waits and the times of exits.
+        stop_reason: why this launcher's ranks are to end; empty while they may go on.
 
     Returns:
         Rank 0's launcher returns the exits of all ranks that did not end well, any other launcher
@@ -53,7 +55,7 @@ def run_task(
     try:
         rendezvous.start()
         start(rendezvous.await_start())
-        local.wait(rendezvous.stop_reason)
+        local.wait(lambda: stop_reason() or rendezvous.stop_reason())
         exits = explaining_exits(local.exits())
         if exits:
             clock.wait(threading.Event(), SIGNAL_DELAY_S)  # a stop signal may be about to come

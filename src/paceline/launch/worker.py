@@ -32,6 +32,7 @@ from paceline.launch import attach
 from paceline.launch.failure_report import write_report
 from paceline.launch.guard import guard, leave_like
 from paceline.launch.program import ProgramKind
+from paceline.launch.startup.sitecustomize import offer_stacks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -54,6 +55,7 @@ def main(argv: list[str]) -> int:
     if options.kind == ProgramKind.EXECUTABLE:
         command = [options.program, *options.args]
         return leave_like(guard(options.launcher, command))
+    offer_stacks()
     if options.temporary:  # child processes inherit it, as they do a folder that Python has chosen
         config = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001  # no public setting
         config["tempdir"] = options.temporary

@@ -18,6 +18,31 @@ if TYPE_CHECKING:
     from typing import Any
 
 
+STACKS_NAME = "/memfd:paceline-stacks"  # of the memory, in /proc/PID/fd
+
+
+def stacks_signal() -> int:
+    """Return the signal by which the launcher asks for a process's stacks (launch/hangs)."""
+    from _signal import SIGRTMAX  # not signal, which loads enum
+
+    return int(SIGRTMAX) - 3  # programs use SIGUSR1 and 2, and the C library the first ones
+
+
+def offer_stacks() -> None:
+    """Answer `stacks_signal` with the stacks of this process's threads.
+
+    faulthandler writes them without the GIL, which a thread that is blocked may hold, to memory of
+    this process.
+    """
+    import faulthandler
+
+    try:
+        memory = os.memfd_create(STACKS_NAME.partition(":")[2])
+        faulthandler.register(stacks_signal(), file=memory, all_threads=True)
+    except (AttributeError, OSError, RuntimeError, ValueError):  # another system, a small limit
+        return
+
+
 class _ModuleWatch:
     """A finder that calls back after a module is executed; until then it finds nothing itself."""
 
@@ -103,6 +128,7 @@ def _run_the_users_own(folder: "str") -> None:
 
 
 if __name__ == "sitecustomize":
+    offer_stacks()
     sys.meta_path.insert(
         0, _ModuleWatch("torch.distributed.distributed_c10d", _watch_process_group)
     )

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from paceline.native import monotonic_ns
 from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors import torch_operators as operators
+from paceline.trace.collectors.torch_groups import GroupRecord
 from paceline.trace.collectors.torch_hooks import RecordedKind, around
 from paceline.trace.collectors.torch_in_flight import ANY_SOURCE
 from paceline.trace.collectors.torch_internals import Capability
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from paceline.trace.collectors.torch_in_flight import InFlight, Issued
 
 _LOG = logging.getLogger(__name__)
+# What a kernel finds out before the call, and needs after it: the payload, the process group (torch
+# has two classes for it) and its record.
+_Entered = tuple[operators.Payload, Any, GroupRecord]
 
 
 class CollectiveRecorder:
@@ -107,12 +111,18 @@ class CollectiveRecorder:
         kind, name = operators.kind_of(word), self.recorder.intern(word)
         in_flight, groups = self.in_flight, self.in_flight.groups
 
-        def note(args: tuple[Any, ...], result: Any, begin_ns: int) -> None:
+        def enter(args: tuple[Any, ...]) -> _Entered | None:
             payload = operators.payload_of(args if places.payload is None else args[places.payload])
             if payload.is_traced:
-                return
+                return None
             group = internals.unbox_group(args[places.group])
             record = groups.record_of(group)
+            if kind is Kind.COLLECTIVE:
+                in_flight.enter(name, record)
+            return payload, group, record
+
+        def note(entered: _Entered, args: tuple[Any, ...], result: Any, begin_ns: int) -> None:
+            payload, group, record = entered
             peer = ANY_SOURCE if word == RECV else -1
             if places.peer is not None:
                 peer = int(args[places.peer])
@@ -137,20 +147,29 @@ class CollectiveRecorder:
                 in_flight.complete(issued, monotonic_ns(), COMPLETION_UNKNOWN)
             in_flight.watch_backward()
 
-        return self._kernel(overload, note)
+        return self._kernel(overload, enter, note)
 
     def _kernel(
-        self, overload: Any, note: Callable[[tuple[Any, ...], Any, int], None]
+        self,
+        overload: Any,
+        enter: Callable[[tuple[Any, ...]], _Entered | None],
+        note: Callable[[_Entered, tuple[Any, ...], Any, int], None],
     ) -> Callable[..., Any]:
-        """Return a kernel that calls `overload`, then `note`."""
+        """Return a kernel that calls `enter`, `overload`, and then `note` with what `enter` gave.
+
+        Most calls only issue. But the first one of an NCCL group makes its communicator, and blocks
+        until all ranks have come: `enter` is what the launcher sees of it.
+        """
         redispatch = internals.redispatch_of(overload)
         collectives = self.collectives
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             begin_ns = monotonic_ns()
+            entered = collectives.attempt(enter, args)
             with internals.below_autograd():
                 result = redispatch(*args, **kwargs)
-            collectives.attempt(note, args, result, begin_ns)
+            if entered is not None:
+                collectives.attempt(note, entered, args, result, begin_ns)
             return result
 
         internals.calls_the_script(kernel)
@@ -161,12 +180,18 @@ class CollectiveRecorder:
     ) -> Callable[..., Any]:
         kind, name = operators.kind_of(word), self.recorder.intern(word)
 
-        def note(args: tuple[Any, ...], result: Any, begin_ns: int) -> None:
+        def enter(args: tuple[Any, ...]) -> _Entered | None:
             payload = operators.payload_of(args[places.payload or 0])
             if payload.is_traced:
-                return
+                return None
             group = internals.unbox_group(args[places.group])
             record = self.in_flight.groups.record_of(group)
+            if kind is Kind.COLLECTIVE:
+                self.in_flight.enter(name, record)
+            return payload, group, record
+
+        def note(entered: _Entered, args: tuple[Any, ...], result: Any, begin_ns: int) -> None:
+            payload, group, record = entered
             issued = self.in_flight.issue(
                 *(kind, name, record, payload.size_bytes, begin_ns),
                 peer=int(args[places.peer]) if places.peer is not None else -1,
@@ -178,7 +203,7 @@ class CollectiveRecorder:
                 self.in_flight.hold_result(tensor, issued)
             self.in_flight.watch_backward()
 
-        return self._kernel(overload, note)
+        return self._kernel(overload, enter, note)
 
     def _wait_tensor_kernel(self, overload: Any) -> Callable[..., Any]:
         redispatch = internals.redispatch_of(overload)
@@ -220,7 +245,10 @@ class CollectiveRecorder:
             if self._waits or threading.get_ident() != self.in_flight.loop.main_thread:
                 return None  # part of a wait for several works, or not the loop that waits
             self._waits = True
-            return self.in_flight.works.get(id(args[0])), self.recorder.begin(int(Kind.WAIT))
+            issued = self.in_flight.works.get(id(args[0]))
+            if issued is not None and issued.kind is not Kind.COLLECTIVE:
+                self.in_flight.enter_message(issued)
+            return issued, self.recorder.begin(int(Kind.WAIT))
 
         def after(
             state: tuple[Issued | None, int], _result: Any, args: Arguments, _kwargs: Keywords
@@ -230,6 +258,8 @@ class CollectiveRecorder:
             self.in_flight.record_wait(issued, begin_ns)
             if issued is not None:
                 self.in_flight.works.pop(id(args[0]), None)
+                if issued.kind is not Kind.COLLECTIVE:
+                    self.recorder.leave()
 
         wait = around(work_class.wait, self.waits, before, after)
         self.hooks.replace(work_class, "wait", wait)
@@ -259,6 +289,7 @@ class CollectiveRecorder:
             record = self.in_flight.groups.record_of(process_group)
             begin_ns = self.recorder.begin(int(Kind.WAIT))
             payload = operators.payload_of(tensors)
+            self.in_flight.enter(name, record)
             issued = self.in_flight.issue(
                 *(Kind.COLLECTIVE, name, record, payload.size_bytes, begin_ns),
                 peer=src,

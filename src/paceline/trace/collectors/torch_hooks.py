@@ -102,14 +102,15 @@ class RecordedKind:
         if self._when_stopped is not None:
             self._when_stopped()
 
-    def attempt(self, action: Callable[..., object], *args: object) -> None:
-        """Call `action` unless this kind is off; stop the kind if it fails."""
+    def attempt(self, action: Callable[..., S], *args: object) -> S | None:
+        """Return what `action` returns; None if this kind is off, or stops as the call fails."""
         if not self.on:
-            return
+            return None
         try:
-            action(*args)
+            return action(*args)
         except Exception as problem:  # noqa: BLE001  # whatever it is, the script must not see it
             self.stop(problem)
+            return None
 
 
 def around(

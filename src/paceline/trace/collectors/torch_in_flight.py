@@ -143,6 +143,16 @@ class InFlight:
                 int(Kind.WAIT), MAIN, self.drain_name, self.computed_ns, monotonic_ns()
             )
 
+    def enter(self, name: int, group: GroupRecord) -> None:
+        """Publish that this rank is about to issue a collective: `issue` gives it its sequence."""
+        self.recorder.enter(int(Kind.COLLECTIVE), name, group.number, group.collectives + 1)
+
+    def enter_message(self, issued: Issued) -> None:
+        """Publish that the main thread waits for a message, until `Recorder.leave`."""
+        self.recorder.enter(
+            int(issued.kind), issued.name, issued.group.number, issued.sequence, issued.peer
+        )
+
     def issue(
         self,
         kind: Kind,

@@ -8,6 +8,7 @@ differ in their blocks of events alone: as they are in memory, or packed by the 
 
 from __future__ import annotations
 
+import os
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
@@ -109,6 +110,28 @@ def read_trace(path: Path) -> RankTrace:
     if status.closed and at < status.written_bytes:
         why = f"{status.written_bytes} bytes were written, {at} can be read"
         raise corrupt(path, status.rank, why)
+    return tables.finish()
+
+
+def read_tables(path: Path) -> RankTrace:
+    """Return the tables of a trace without its events; also of one that is being written.
+
+    Raises:
+        NotFound: there is no such file.
+        CorruptTrace: it is not a trace, or a table is damaged.
+    """
+    with _open(path) as file:
+        status = parse_header(file.read(HEADER_BYTES), path)
+        tables = _Tables(path, status)
+        while len(head := file.read(BLOCK.size)) == BLOCK.size:
+            kind, count, length, checksum = BLOCK.unpack(head)
+            if kind == _EVENTS:
+                file.seek(length, os.SEEK_CUR)
+                continue
+            payload = memoryview(file.read(length))
+            if crc32c(payload, crc32c(head[:12])) != checksum:  # it is just being written
+                break
+            tables.add(kind, count, payload)
     return tables.finish()
 
 
