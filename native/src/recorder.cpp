@@ -237,6 +237,7 @@ std::uint16_t Recorder::define(std::unordered_map<std::string, std::uint16_t>& t
   table.emplace(entry, number);
   fresh.payload.append(entry);
   ++fresh.count;
+  wake_writer();  // who reads the header while this process runs, or is stopped, needs it
   return number;
 }
 

@@ -203,8 +203,8 @@ class Recorder {
   bool owned() const noexcept;
   bool recording() const noexcept;  // in the owner's process, before `close`
   std::uint16_t intern_locked(const std::string& name);  // with shared_->mutex held
-  static std::uint16_t define(std::unordered_map<std::string, std::uint16_t>& table,
-                              Definitions& fresh, const std::string& entry);
+  std::uint16_t define(std::unordered_map<std::string, std::uint16_t>& table, Definitions& fresh,
+                       const std::string& entry);
   void append(const Event& event);                       // with shared_->mutex held
   GroupProgress& progress_of(std::uint16_t group);            // likewise
   void note_left(const Event& event);                    // likewise

@@ -11,7 +11,6 @@ from paceline.core.errors import UsageError
 from paceline.core.plan import CollectivesChoice, StrategyChoice
 from paceline.launch.rendezvous.root import Deadlines
 
-
 HANG_TIMEOUT_S = 300.0  # shorter than gloo's 1800 s, and than NCCL's 600 s
 
 

@@ -221,7 +221,10 @@ def _run(job: RecordedCommand, clock: Clock) -> tuple[RankExit, ...]:
                 return (interrupted_exit(None, stop, clock.wall_s()),)
     finally:
         end_descendants(clock, before)
-    return explaining_exits(local.exits())
+    exits = explaining_exits(local.exits())
+    if not exits:
+        hangs.look_back()
+    return exits
 
 
 def _failure(run: Path, ended: RankExit) -> Failure | None:

@@ -17,12 +17,13 @@ other.
 from __future__ import annotations
 
 import collections
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
 GroupKey = tuple[str, tuple[int, ...]]  # a group's name, and its members' global ranks
 
@@ -367,8 +368,10 @@ class HangDetector:
                 continue
             hang = self._verdict(rank, kind, waits, now_s)
             return Finding(hang=hang, examine=missing)
-        if not roots and order and all(
-            any(wait.missing for wait in waits if wait.rank == rank) for rank in order
+        if (
+            not roots
+            and order
+            and all(any(wait.missing for wait in waits if wait.rank == rank) for rank in order)
         ):
             # The ranks that are blamed all wait for others: the last in order closes the circle.
             most = [rank for rank in order if blamed[rank] == blamed[order[0]]]

@@ -21,7 +21,7 @@ import subprocess
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from paceline.core.processes import stat_fields
 from paceline.launch.hangs.signs import kernel_place
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _ANSWER_S = 1.0  # a handler answers within milliseconds, if its thread gets a core
 _PY_SPY_S = 5.0
 _POLL_S = 0.01
+_FUNCTION_BYTES = 1 << 14
 _PYTHON_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
 _PY_SPY_FRAME = re.compile(r"^    (?P<name>.*) \((?P<file>.*?)(:(?P<line>\d+))?\)$")
 _NATIVE_FRAME = re.compile(r"^(?P<file>[^(]+)\((?P<name>[^+)]*)\+(?P<offset>0x[0-9a-f]+)\)")
@@ -57,36 +58,56 @@ def stacks_of(threads: Mapping[int, Thread], clock: Clock) -> dict[int, tuple[st
         threads: the main thread of each rank of this node.
         clock: for the wait for answers.
     """
-    stacks: dict[int, tuple[str, ...]] = {}
-    for rank, thread in threads.items():
-        stacks[rank] = _py_spy(thread.process)
-    asked = {
-        rank: (thread, memory, memory.stat().st_size)
-        for rank, thread in threads.items()
-        if not stacks[rank] and (memory := _memory_of(thread.process)) is not None
-    }
-    for thread, _, _ in asked.values():
-        with contextlib.suppress(OSError):
-            stopped = stat_fields(thread.process)[0] == b"T"
-            os.kill(thread.process, stacks_signal())
-            if stopped:
-                os.kill(thread.process, signal.SIGCONT)
-    deadline_s = clock.now_s() + _ANSWER_S
-    never = threading.Event()
-    so_far = dict.fromkeys(asked, "")
-    while asked:
-        clock.wait(never, _POLL_S)
-        late = clock.now_s() >= deadline_s
-        for rank, (_, memory, size) in list(asked.items()):
-            text = _written(memory, size)
-            if late or (text and text == so_far[rank]):  # nothing was added since the last look
-                stacks[rank] = _frames(text)
-                del asked[rank]
-            so_far[rank] = text
+    stacks = {rank: _py_spy(thread.process) for rank, thread in threads.items()}
+    asked = {rank: thread for rank, thread in threads.items() if not stacks[rank]}
+    stopped = {rank for rank, thread in asked.items() if _is_stopped(thread.process)}
+    # Those that are stopped come last: as they go on, the others may, too.
+    for ranks in (asked.keys() - stopped, stopped):
+        stacks.update(_answers({rank: asked[rank].process for rank in ranks}, clock))
     for rank, thread in threads.items():
         if not stacks[rank]:
             stacks[rank] = kernel_place(thread.process, thread.thread)
     return stacks
+
+
+def _answers(processes: Mapping[int, int], clock: Clock) -> dict[int, tuple[str, ...]]:
+    """Return the stacks that processes answer a signal with, by rank; empty without an answer."""
+    stacks: dict[int, tuple[str, ...]] = dict.fromkeys(processes, ())
+    with contextlib.ExitStack() as stack:
+        memories = {}
+        for rank, process in processes.items():
+            memory = _memory_of(process)
+            if memory is not None:
+                memories[rank] = stack.enter_context(memory)  # it may end once it goes on
+        sizes = {rank: len(_written(memory, 0)) for rank, memory in memories.items()}
+        for rank in memories:
+            _ask(processes[rank])
+        so_far = dict.fromkeys(memories, "")
+        deadline_s = clock.now_s() + _ANSWER_S
+        never = threading.Event()
+        while memories:
+            late = clock.wait(never, _POLL_S) or clock.now_s() >= deadline_s
+            for rank, memory in list(memories.items()):
+                text = _written(memory, sizes[rank])
+                if late or (text and text == so_far[rank]):  # nothing was added since the last look
+                    stacks[rank] = _frames(text)
+                    del memories[rank]
+                so_far[rank] = text
+    return stacks
+
+
+def _ask(process: int) -> None:
+    """Send the signal for a stack, and continue a stopped process so that it gets it."""
+    with contextlib.suppress(OSError):
+        os.kill(process, stacks_signal())
+        if _is_stopped(process):
+            os.kill(process, signal.SIGCONT)
+
+
+def _is_stopped(process: int) -> bool:
+    with contextlib.suppress(OSError):
+        return stat_fields(process)[0] == b"T"
+    return False
 
 
 def _py_spy(process: int) -> tuple[str, ...]:
@@ -111,22 +132,20 @@ def _py_spy(process: int) -> tuple[str, ...]:
     return tuple(frames)
 
 
-def _memory_of(process: int) -> Path | None:
-    """Return the file that a process offers for its stacks; None if it offers none."""
+def _memory_of(process: int) -> BinaryIO | None:
+    """Return the memory that a process offers for its stacks; None if it offers none."""
     with contextlib.suppress(OSError):
         for path in (Path("/proc") / str(process) / "fd").iterdir():
             with contextlib.suppress(OSError):
                 if str(path.readlink()).startswith(STACKS_NAME):
-                    return path
+                    return path.open("rb")
     return None
 
 
-def _written(memory: Path, size: int) -> str:
+def _written(memory: BinaryIO, size: int) -> str:
     """Return what was written beyond `size` so far."""
-    try:
-        return memory.read_bytes()[size:].decode("utf-8", "replace")
-    except OSError:  # the process has ended
-        return ""
+    memory.seek(size)
+    return memory.read().decode("utf-8", "replace")
 
 
 def _frames(text: str) -> tuple[str, ...]:
@@ -145,30 +164,39 @@ def _frames(text: str) -> tuple[str, ...]:
 
 
 def _native_words(line: str) -> str:
-    """Return a frame of ``backtrace_symbols`` in words."""
+    """Return a frame of ``backtrace_symbols`` in words.
+
+    It names the nearest exported function, which is another one where the offset is large.
+    """
     found = _NATIVE_FRAME.match(line)
     if found is None:
         return line
-    name = found["name"] or _symbol(found["file"], found["offset"])
-    return f"{name or found['offset']} ({Path(found['file']).name})"
+    if found["name"] and int(found["offset"], 16) <= _FUNCTION_BYTES:
+        return f"{found['name']} ({Path(found['file']).name})"
+    if ".so" in Path(found["file"]).name:
+        return f"? ({Path(found['file']).name})"
+    name, _, place = _symbol(found["file"], found["offset"]).partition("\n")
+    place = place.strip().partition(" (")[0]
+    known = bool(place) and not place.startswith("?")
+    return f"{name or found['offset']} ({place if known else Path(found['file']).name})"
 
 
 def _symbol(file: str, offset: str) -> str:
-    """Return the function at an offset of a program, as addr2line of binutils finds it."""
+    """Return function, and in a second line file and line, at an offset of a program.
+
+    As addr2line of binutils finds them; empty without it.
+    """
     program = shutil.which("addr2line")
     if program is None:
         return ""
+    command = [program, "-f", "-e", file, offset]
     try:
         done = subprocess.run(
-            [program, "-f", "-e", file, offset],
-            capture_output=True,
-            text=True,
-            timeout=_PY_SPY_S,
-            check=True,
+            command, capture_output=True, text=True, timeout=_PY_SPY_S, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.split("\n")[0].replace("??", "")
+    return done.stdout.replace("??", "?")
 
 
 def _frame_words(file: str, line: str, name: str) -> str:

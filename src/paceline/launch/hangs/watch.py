@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from paceline.core.errors import PacelineError
@@ -35,22 +36,20 @@ from paceline.launch.hangs.stacks import Thread, stacks_of
 from paceline.launch.hangs.words import busy_words, detail_of, doing
 from paceline.runs.hang import HANG_NAME, Hang, HungRank
 from paceline.trace.format.events import MAIN, Kind
-from paceline.trace.format.files import read_tables
+from paceline.trace.format.files import RankTrace, read_tables
 from paceline.trace.format.progress import HISTORY, LiveHeader, Progress, read_live_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-    from pathlib import Path
 
     from paceline.core.clock import Clock
-    from paceline.trace.format.files import RankTrace
 
 _LOG = logging.getLogger(__name__)
 _INTERVAL_S = 1.0
 _HEADERS_PER_S = 256  # of a run with very many ranks in one folder
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Rank:
     """What is known of a rank's trace."""
 
@@ -101,6 +100,20 @@ class HangWatcher:
         """Return why the ranks are to end; empty while none hangs."""
         return self._reason
 
+    def look_back(self) -> None:
+        """Look for a rank that the others still needed, now that all have ended.
+
+        An mpirun may end well though a rank left without a word, and was missed.
+        """
+        if not self.deadline_s or self._reason:
+            return
+        self._boot = boot_id()
+        self._read()
+        samples = self._samples(frozenset(self._ranks), {})
+        finding = HangDetector(0.0).observe(samples, self.clock.now_s())
+        if finding.hang is not None:
+            self._tell(finding.hang, samples)
+
     def _watch(self) -> None:
         try:
             self._boot = boot_id()
@@ -112,7 +125,7 @@ class HangWatcher:
                     return
                 interval_s = min(_INTERVAL_S, self.deadline_s / 10)
                 interval_s = max(interval_s, len(self._ranks) / _HEADERS_PER_S)
-        except Exception:  # the run goes on without being watched
+        except Exception:  # noqa: BLE001  # whatever it is: the run goes on without being watched
             _LOG.exception("the ranks are no longer watched for hangs")
 
     def _observe(self, examine: frozenset[int]) -> frozenset[int]:
@@ -234,5 +247,8 @@ def _place(entry: Progress, names: tuple[str, ...]) -> GroupPlace:
         entered=entry.entered,
         left=entry.left,
         unseen=entry.unseen,
-        names={number: names[entry.names[number % HISTORY]] for number in range(first, entry.entered + 1)},
+        names={
+            number: names[entry.names[number % HISTORY]]
+            for number in range(first, entry.entered + 1)
+        },
     )

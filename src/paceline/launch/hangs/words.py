@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _FRAME = re.compile(r"^(?P<name>.*) \((?P<file>[^()]*?)(?P<line>:\d+)?\)$")
-_LIBRARY = re.compile(r"(site|dist)-packages/|/lib/python3|^<|paceline/launch/")
+_RECORDER = re.compile(r"paceline/(launch|trace)/")
+_LIBRARY = re.compile(
+    r"\.so(\.|$)|(site|dist)-packages/|/lib/python3|^<|paceline/(launch|trace)/|/torch/"
+)
 
 
 def detail_of(verdict: Verdict, sample: RankSample, stack: Sequence[str]) -> str:
@@ -41,7 +44,9 @@ def detail_of(verdict: Verdict, sample: RankSample, stack: Sequence[str]) -> str
             )
         case _:
             clause = f"{waiting} {have} waited {verdict.waited_s:.0f} s for it in {call}"
-    parts = [clause, doing(sample)]
+    parts = [clause]
+    if verdict.kind is not HangKind.MISMATCHED:
+        parts.append(doing(sample))
     if verdict.kind is HangKind.STOPPED:
         parts.append("it is stopped, by SIGSTOP or a frozen container")
     if verdict.kind is HangKind.GONE:
@@ -93,6 +98,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _place(stack: Sequence[str]) -> str:
     """Return the innermost frame, and the innermost one of the script if it is another one."""
     frames = [found for frame in stack if (found := _FRAME.match(frame))]
+    frames = [found for found in frames if not _RECORDER.search(found["file"])]
     if not frames:  # the kernel's words
         return f"in the kernel ({', '.join(stack)})"
     own = [found for found in frames if not _LIBRARY.search(found["file"])]

@@ -23,7 +23,8 @@ STACKS_NAME = "/memfd:paceline-stacks"  # of the memory, in /proc/PID/fd
 
 def stacks_signal() -> int:
     """Return the signal by which the launcher asks for a process's stacks (launch/hangs)."""
-    from _signal import SIGRTMAX  # not signal, which loads enum
+    # Not signal, which loads enum.
+    from _signal import SIGRTMAX  # type: ignore[import-not-found]  # has no stub
 
     return int(SIGRTMAX) - 3  # programs use SIGUSR1 and 2, and the C library the first ones
 

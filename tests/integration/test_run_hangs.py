@@ -1,0 +1,71 @@
+"""Runs that hang: the rank that the others wait for is named, and a slow rank is left alone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import paceline
+
+PROGRAMS = Path(__file__).parents[2] / "bench" / "hangs_programs"
+BIN = Path(sys.executable).parent
+QUICK = ("--hang-timeout", 2, "--out", "RUN")
+
+
+def check(done, folder, culprit, kind):
+    assert done.code == 5, done.err
+    hang = json.loads((folder / "RUN" / "hang.json").read_text())
+    result = json.loads((folder / "RUN" / "result.json").read_text())
+    assert (hang["rank"], hang["kind"]) == (culprit, kind), hang["detail"]
+    assert result["failure"]["rank"] == culprit
+    assert f"rank {culprit} hung" in done.err
+    return next(rank["stack"] for rank in hang["ranks"] if rank["rank"] == culprit)
+
+
+@pytest.mark.parametrize(
+    ("backend", "fault", "kind", "function"),
+    [
+        ("gloo", "lock", "blocked", "hold_lock (faults.py:"),
+        ("paceline", "stop", "stopped", "stop (faults.py:"),
+    ],
+)
+def test_a_rank_that_does_not_come_is_named_with_its_stack(
+    tmp_path, backend, fault, kind, function
+):
+    script = PROGRAMS / "collectives.py"
+    done = paceline(tmp_path, "run", *QUICK, "-n", 2, script, backend, fault, 1, 4)
+    stack = check(done, tmp_path, 1, kind)
+    assert any(frame.replace(f"{PROGRAMS}/", "").startswith(function) for frame in stack), stack
+    why = paceline(tmp_path, "why", "RUN")
+    assert "Rank 1 hung" in why.out
+    assert function[:-1] in why.out
+
+
+@pytest.mark.campaign("mpi")
+@pytest.mark.parametrize("program", ["mpi.c", "mpi.py"])
+def test_ranks_of_mpi_are_named_too(tmp_path, program):
+    path = PROGRAMS / program
+    if program.endswith(".c"):
+        path = tmp_path / "program"
+        build = [BIN / "mpicc", "-O1", "-g", PROGRAMS / program, "-o", path, "-lpthread"]
+        subprocess.run(build, check=True, timeout=60)
+    done = paceline(tmp_path, "run", *QUICK, "-n", 2, "--mpi", "--", path, "lock", 0, 4)
+    stack = check(done, tmp_path, 0, "blocked")
+    assert any("hold_lock" in frame for frame in stack), stack
+
+
+def test_a_rank_that_works_for_several_deadlines_is_not_accused(tmp_path):
+    script = PROGRAMS / "collectives.py"
+    done = paceline(tmp_path, "run", *QUICK, "-n", 2, script, "gloo", "slow-checkpoint-6", 1, 4)
+    assert done.code == 0, done.err
+    assert "rank 1 works on" in done.err
+
+
+def test_off_is_no_number_of_seconds(tmp_path):
+    script = PROGRAMS / "collectives.py"
+    done = paceline(tmp_path, "run", "--hang-timeout", "0.2", "-n", 2, script)
+    assert done.code == 2
+    assert "hang_timeout_s must be 0 or between 1" in done.err
+    done = paceline(tmp_path, "run", "--hang-timeout", "off", "--dry-run", "--json", script)
+    assert done.code == 0, done.err
