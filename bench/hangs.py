@@ -106,6 +106,12 @@ def read(run):
     if (run / "hang.json").exists():
         hang = json.loads((run / "hang.json").read_text())
         at_s = (run / "hang.json").stat().st_mtime
+    if failure is not None and hang is None:  # Paceline's backend has raised by itself
+        report = run / "trace" / f"rank-{failure['rank']:05}.failure"
+        traceback = json.loads(report.read_text())["traceback"] if report.exists() else ""
+        hang = {"rank": failure["rank"], "kind": "raised", "detail": failure["error"]}
+        hang["ranks"] = [{"rank": failure["rank"], "stack": traceback.splitlines()}]
+        at_s = report.stat().st_mtime if report.exists() else 0.0
     return failure, hang, at_s
 
 
@@ -116,7 +122,7 @@ def judge(report, case, culprit, at):
     stack = []
     if hang is not None:
         stack = next((rank["stack"] for rank in hang["ranks"] if rank["rank"] == hang["rank"]), [])
-    seconds = at_s - float(begun[1]) if begun and hang else 0.0
+    seconds = at_s - float(begun[1]) if begun and at_s else 0.0
     report.row(
         program=case[0],
         backend=case[1],

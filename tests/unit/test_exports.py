@@ -107,6 +107,7 @@ EXPORTS = {
         "work_text",
     ],
     "federated.ledger.torture": [],
+    "launch.hangs": [],
     "launch": [],
     "launch.startup": [],
     "launch.rendezvous": [],

@@ -78,7 +78,7 @@ def test_a_rank_that_works_is_not_accused_and_is_named_once(work):
     found = findings(lambda second: {0: waiting(5), 1: behind(4, work(second))}, 200)
     assert found[-1][1].hang is None
     busy = [finding.busy for _, finding in found if finding.busy is not None]
-    assert [one.rank for one in busy] == [1]
+    assert [finding.rank for finding in busy] == [1]
     assert "rank 1 works on" in busy_words(busy[0])
 
 
@@ -133,6 +133,16 @@ def test_different_collectives_at_one_sequence_name_the_fewest():
 def test_of_two_ranks_the_one_that_leaves_the_order_so_far_is_odd():
     assert odd_rank({0: "a", 1: "b"}, ["b", "a", "b", "a", "b"]) == 1
     assert odd_rank({0: "a", 1: "b"}, ["a", "b", "a", "b", "a"]) == 0
+
+
+def test_the_odd_rank_is_known_after_all_have_raised_too():
+    detector = HangDetector(0.0)
+    samples = {0: waiting(5), 1: waiting(5), 2: waiting(5, at5="broadcast")}
+    detector.observe(samples, 0.0)
+    assert detector.mismatched_rank() == 2
+    detector = HangDetector(0.0)
+    detector.observe({0: waiting(5), 1: behind(4)}, 0.0)
+    assert detector.mismatched_rank() is None
 
 
 def test_the_chain_of_waits_is_followed_to_its_end():

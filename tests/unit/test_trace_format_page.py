@@ -7,10 +7,20 @@ from paceline.core import errors
 from paceline.trace.format.events import EVENT_DTYPE, FORMAT_VERSION, IDLE, Kind, LocationType
 from paceline.trace.format.files import BLOCK, LOCATION
 from paceline.trace.format.header import FIXED_CHECKSUM_AT, FIXED_END, HEADER, LIVE_END
+from paceline.trace.format.progress import PROGRESS
 from paceline.trace.format.version1 import EVENT_DTYPE_V1
 
 DOCS = Path(__file__).parents[2] / "docs"
-SIZES = {"u8": 1, "u16": 2, "u32": 4, "i32": 4, "u64": 8, "8 bytes": 8, "40 bytes": 40}
+SIZES = {
+    "u8": 1,
+    "u16": 2,
+    "u32": 4,
+    "i32": 4,
+    "u64": 8,
+    "8 bytes": 8,
+    "16 bytes": 16,
+    "40 bytes": 40,
+}
 
 
 def _layouts(page):
@@ -30,13 +40,14 @@ def _page():
 
 
 def test_the_trace_pages_byte_layouts_are_the_codes():
-    header, block, group, location, event, event_v1 = _layouts(_page())
-    for layout in (header, block, group, location, event, event_v1):
+    header, progress, block, group, location, event, event_v1 = _layouts(_page())
+    for layout in (header, progress, block, group, location, event, event_v1):
         at = 0
         for offset, size, _ in layout:
             assert offset == at
             at += size
-    for layout, struct in ((header, HEADER), (block, BLOCK), (location, LOCATION)):
+    structs = (HEADER, PROGRESS, BLOCK, LOCATION)
+    for layout, struct in zip((header, progress, block, location), structs, strict=True):
         assert layout[-1][0] + layout[-1][1] == struct.size
     for layout, dtype in ((event, EVENT_DTYPE), (event_v1, EVENT_DTYPE_V1)):
         fields = {field: (offset, size) for offset, size, field in layout}

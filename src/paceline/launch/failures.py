@@ -15,6 +15,7 @@ from paceline.core.errors import (
 )
 from paceline.launch.exits import ExitOutcome, interruption
 from paceline.launch.failure_report import read_reports
+from paceline.launch.hangs.watch import mismatched_rank
 from paceline.launch.summary import trace_statuses
 from paceline.runs.folder import RunFolder
 from paceline.runs.hang import HANG_NAME, Hang
@@ -36,7 +37,12 @@ UNCLOSED = "ended without closing its trace: it was killed, or left by os._exit"
 HUNG = "hung"
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 # Words in the traceback of a rank that lost a peer: errors of gloo, NCCL and torch's own store.
-LOST_A_PEER = re.compile(r"gloo/transport|NCCL|DistNetworkError|DistStoreError|DistBackendError")
+# "RankLost" is Paceline's own backend.
+LOST_A_PEER = re.compile(
+    r"gloo/transport|NCCL|DistNetworkError|DistStoreError|DistBackendError"
+    r"|RankLost: rank \d+ is gone"
+)
+_MISMATCH = "CollectiveMismatch: "  # as Paceline's backend raises it on all ranks
 _TIMED_OUT = re.compile(r"[Tt]imed out|[Tt]imeout")
 
 
@@ -74,6 +80,9 @@ def first_failure(run: Path, exits: tuple[RankExit, ...]) -> Failure | None:
         return _silent_failure(run, silent[0])
     if not reports:
         return None
+    if all(str(report["error"]).startswith(_MISMATCH) for report in reports):
+        odd = mismatched_rank(run)  # all ranks have raised, and at the same time
+        reports.sort(key=lambda report: int(report["rank"]) != odd)
     if all_lost_a_peer:
         left = [ended for ended in exits if not ended.code and ended.rank is not None]
         if left:

@@ -158,7 +158,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class HangFinding:
     """What an observation leads to.
 
     Attributes:
@@ -212,7 +212,7 @@ class HangDetector:
         self._last_s = 0.0
         self._told: set[tuple[int, GroupKey, int]] = set()
 
-    def observe(self, samples: Mapping[int, RankSample], now_s: float) -> Finding:
+    def observe(self, samples: Mapping[int, RankSample], now_s: float) -> HangFinding:
         """Return what the samples of this moment, by global rank, lead to."""
         if now_s - self._last_s > max(_GAP_S, self.deadline_s / 4):
             self._known.clear()
@@ -230,7 +230,7 @@ class HangDetector:
                 known.quiet_s = now_s
         mismatch = self._mismatch(long, now_s)
         if mismatch is not None:
-            return Finding(hang=mismatch)
+            return HangFinding(hang=mismatch)
         return self._judge(long, frozenset(missing), now_s)
 
     def _note(self, rank: int, sample: RankSample, now_s: float) -> None:
@@ -317,8 +317,7 @@ class HangDetector:
                 names = self._names_at(wait.group, sequence)
                 if len(set(names.values())) < 2:
                     continue
-                history = [place.names.get(sequence - back, "") for back in range(7, 0, -1)]
-                odd = odd_rank(names, history)
+                odd = odd_rank(names, _history(place, sequence))
                 others = tuple(rank for rank in sorted(names) if names[rank] != names[odd])
                 return Verdict(
                     rank=odd,
@@ -332,6 +331,21 @@ class HangDetector:
                 )
         return None
 
+    def mismatched_rank(self) -> int | None:
+        """Return the rank that entered another collective than others, at any known sequence."""
+        groups = {group for known in self._known.values() for group in known.sample.groups}
+        for group in sorted(groups):
+            places = [
+                known.sample.groups[group]
+                for known in self._known.values()
+                if group in known.sample.groups
+            ]
+            for sequence in sorted({number for place in places for number in place.names}):
+                names = self._names_at(group, sequence)
+                if len(set(names.values())) > 1:
+                    return odd_rank(names, _history(places[0], sequence))
+        return None
+
     def _names_at(self, group: GroupKey, sequence: int) -> dict[int, str]:
         """Return which collective each rank has entered at a sequence, where that is known."""
         names = {}
@@ -341,7 +355,7 @@ class HangDetector:
                 names[rank] = place.names[sequence]
         return names
 
-    def _judge(self, waits: list[_Wait], missing: frozenset[int], now_s: float) -> Finding:
+    def _judge(self, waits: list[_Wait], missing: frozenset[int], now_s: float) -> HangFinding:
         """Return the verdict on the ranks that are missing in waits beyond the deadline."""
         waiting = {wait.rank for wait in waits}
         blamed = collections.Counter(rank for wait in waits for rank in wait.missing)
@@ -367,7 +381,7 @@ class HangDetector:
                 stacks.add(rank)  # what it does now, against what it did at half time
                 continue
             hang = self._verdict(rank, kind, waits, now_s)
-            return Finding(hang=hang, examine=missing)
+            return HangFinding(hang=hang, examine=missing)
         if (
             not roots
             and order
@@ -376,8 +390,8 @@ class HangDetector:
             # The ranks that are blamed all wait for others: the last in order closes the circle.
             most = [rank for rank in order if blamed[rank] == blamed[order[0]]]
             hang = self._verdict(most[-1], HangKind.CIRCLE, waits, now_s)
-            return Finding(hang=hang, examine=missing)
-        return Finding(busy=busy, examine=missing, stacks=frozenset(stacks))
+            return HangFinding(hang=hang, examine=missing)
+        return HangFinding(busy=busy, examine=missing, stacks=frozenset(stacks))
 
     def _lacks_stack(self, rank: int) -> bool:
         """Return whether a rank's stack was not taken yet, and can be; a stopped one stays so."""
@@ -437,6 +451,11 @@ def odd_rank(names: Mapping[int, str], history: list[str]) -> int:
     if len(odd) > 1:
         odd -= {_next_name(history)} & odd
     return max(rank for rank, name in names.items() if name in odd)
+
+
+def _history(place: GroupPlace, sequence: int) -> list[str]:
+    """Return the names of the collectives before a sequence; empty where they are not known."""
+    return [place.names.get(sequence - back, "") for back in range(7, 0, -1)]
 
 
 def _next_name(history: list[str]) -> str:

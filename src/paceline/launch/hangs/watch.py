@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from paceline.core.clock import SystemClock
 from paceline.core.errors import PacelineError
 from paceline.core.files import commit_text
 from paceline.core.processes import boot_id
@@ -37,7 +38,7 @@ from paceline.launch.hangs.words import busy_words, detail_of, doing
 from paceline.runs.hang import HANG_NAME, Hang, HungRank
 from paceline.trace.format.events import MAIN, Kind
 from paceline.trace.format.files import RankTrace, read_tables
-from paceline.trace.format.progress import HISTORY, LiveHeader, Progress, read_live_header
+from paceline.trace.format.progress import HISTORY, GroupProgress, LiveHeader, read_live_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -50,7 +51,7 @@ _HEADERS_PER_S = 256  # of a run with very many ranks in one folder
 
 
 @dataclass(slots=True, eq=False)
-class _Rank:
+class _WatchedRank:
     """What is known of a rank's trace."""
 
     path: Path
@@ -81,7 +82,7 @@ class HangWatcher:
         self.deadline_s = deadline_s
         self._detector = HangDetector(deadline_s)
         self._boot = ""
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, _WatchedRank] = {}
         self._reason = ""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="paceline-hangs", daemon=True)
@@ -113,6 +114,13 @@ class HangWatcher:
         finding = HangDetector(0.0).observe(samples, self.clock.now_s())
         if finding.hang is not None:
             self._tell(finding.hang, samples)
+
+    def mismatched_rank(self) -> int | None:
+        """Return the rank that called another collective than the others; None if none did."""
+        self._read()
+        detector = HangDetector(0.0)
+        detector.observe(self._samples(frozenset(), {}), 0.0)
+        return detector.mismatched_rank()
 
     def _watch(self) -> None:
         try:
@@ -156,7 +164,7 @@ class HangWatcher:
             except (OSError, PacelineError):  # just being made
                 continue
             if _is_known(tables, header):
-                self._ranks[header.status.rank] = _Rank(path, header, tables)
+                self._ranks[header.status.rank] = _WatchedRank(path, header, tables)
 
     def _samples(
         self, examine: frozenset[int], stacks: Mapping[int, tuple[str, ...]]
@@ -168,7 +176,7 @@ class HangWatcher:
             for number, rank in self._ranks.items()
         }
 
-    def _signs(self, rank: _Rank, stack: tuple[str, ...] | None) -> Signs | None:
+    def _signs(self, rank: _WatchedRank, stack: tuple[str, ...] | None) -> Signs | None:
         status, thread = rank.header.status, rank.thread
         if thread is None or status.boot_id != self._boot:  # of another node
             return None
@@ -206,6 +214,14 @@ class HangWatcher:
         self._reason = f"rank {verdict.rank} hangs: {detail}"
 
 
+def mismatched_rank(run: Path) -> int | None:
+    """Return the rank that called another collective than the others, of a run that has ended.
+
+    None where the traces in folder `run` do not show one.
+    """
+    return HangWatcher(run, SystemClock(), 0.0).mismatched_rank()
+
+
 def _is_known(tables: RankTrace, header: LiveHeader) -> bool:
     """Whether a trace's tables hold all that its header refers to."""
     entries = [*header.groups, *([header.message] if header.message is not None else [])]
@@ -215,7 +231,7 @@ def _is_known(tables: RankTrace, header: LiveHeader) -> bool:
     return has_main and names < len(tables.names) and groups < len(tables.groups)
 
 
-def _sample(rank: _Rank, signs: Signs | None) -> RankSample:
+def _sample(rank: _WatchedRank, signs: Signs | None) -> RankSample:
     header, tables = rank.header, rank.tables
     groups: dict[GroupKey, GroupPlace] = {}
     for entry in header.groups:
@@ -241,7 +257,7 @@ def _sample(rank: _Rank, signs: Signs | None) -> RankSample:
     )
 
 
-def _place(entry: Progress, names: tuple[str, ...]) -> GroupPlace:
+def _place(entry: GroupProgress, names: tuple[str, ...]) -> GroupPlace:
     first = max(1, entry.entered - HISTORY + 1)
     return GroupPlace(
         entered=entry.entered,

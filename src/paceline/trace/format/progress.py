@@ -22,7 +22,7 @@ HISTORY = 8  # collectives of a group whose names the page keeps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class GroupProgress:
     """A rank's progress with the collectives of one group, or with the messages it waits for.
 
     Attributes:
@@ -57,8 +57,8 @@ class LiveHeader:
     """
 
     status: Status
-    message: Progress | None
-    groups: tuple[Progress, ...]
+    message: GroupProgress | None
+    groups: tuple[GroupProgress, ...]
     group_room: bool
 
 
@@ -74,7 +74,7 @@ def read_live_header(path: Path) -> LiveHeader:
         file.seek(0)
         page = file.read(HEADER_BYTES)
     status = parse_header(page, path)
-    entries: list[Progress | None] = []
+    entries: list[GroupProgress | None] = []
     for at in range(PROGRESS_AT, HEADER_BYTES, PROGRESS.size):
         version, *fields = PROGRESS.unpack_from(page, at)
         if version == 0 and at > PROGRESS_AT:
@@ -90,9 +90,9 @@ def read_live_header(path: Path) -> LiveHeader:
     )
 
 
-def _entry(fields: list[int]) -> Progress:
+def _entry(fields: list[int]) -> GroupProgress:
     group, name, entered, left, unseen, peer, _, *names = fields
-    return Progress(
+    return GroupProgress(
         group=group,
         name=name,
         entered=entered,
