@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from otf2_archives import check_archive, read
+from otf2_archives import check_archive, printed, read
 from traces import MS, Event, Late, data_parallel, pipelined, set_boot_id, write_run
 
 from paceline.core.errors import Missing, StorageError
@@ -20,9 +20,11 @@ from paceline.schedules.pipeline import StageCosts, one_forward_one_backward
 from paceline.trace.export import otf2_library
 from paceline.trace.export.otf2 import write_otf2
 from paceline.trace.export.otf2_events import exchanged
+from paceline.trace.export.source import SpooledSource, first_ns
 from paceline.trace.format.events import BLOCKING, COMMUNICATION, Kind
 from paceline.trace.format.files import trace_name
 from paceline.trace.merge import load_run
+from paceline.trace.merge.windows import SpooledRun
 
 BEGIN = 10**12
 
@@ -54,6 +56,16 @@ def test_training_is_exported_as_regions_and_collectives(tmp_path):
     assert {(event.values[0], event.metric.members[0].unit) for event in metrics} == {
         (5 * MS, "ns")
     }
+
+
+def test_a_run_that_is_read_rank_by_rank_gives_the_same_archive(tmp_path):
+    late = (Late(1, 5, 3, 9, "not_running"),)
+    trace, done = export(tmp_path, data_parallel(3, 20, late=late))
+    with SpooledRun(tmp_path) as spooled:
+        again = write_otf2(SpooledSource(spooled), tmp_path / "again")
+        assert first_ns(SpooledSource(spooled)) == first_ns(trace)
+    assert printed(again.path) == printed(done.path)
+    check_archive(again.path, trace)
 
 
 def test_counters_can_be_left_out(tmp_path):

@@ -269,6 +269,7 @@ EXPORTS = {
     ],
     "trace.export": [
         "ExportSummary",
+        "SpooledSource",
         "TraceSource",
         "write_chakra",
         "write_chrome",

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from paceline.trace.export.source import ExportSummary
-    from paceline.trace.merge import Trace
 
 _LINE_INTERVAL_S = 5.0
 
@@ -66,7 +65,6 @@ def export(run: Path | None, form: str, out: Path | None, no_counters: bool, as_
     """
     from paceline.core.errors import DestinationExists, NotFound
     from paceline.runs.folder import RunFolder
-    from paceline.trace.merge import load_run
 
     folder = RunFolder.open(chosen_run(run)).path
     name, reader = _FORMATS[form]
@@ -77,9 +75,7 @@ def export(run: Path | None, form: str, out: Path | None, no_counters: bool, as_
         )
     if not path.parent.is_dir():
         raise NotFound("no such folder", where=str(path.parent), fix="Make it first")
-    merged = load_run(folder)
-    with _rank_progress(len(merged.ranks)) as on_rank:
-        done = _write(form, merged, path, counters=not no_counters, on_rank=on_rank)
+    done = _write(form, folder, path, counters=not no_counters)
     warn(done.cautions)
     if as_json:
         click.echo(
@@ -98,21 +94,25 @@ def export(run: Path | None, form: str, out: Path | None, no_counters: bool, as_
     click.echo(f"trace: {done.path}; {reader}", err=True)
 
 
-def _write(
-    form: str, merged: Trace, path: Path, *, counters: bool, on_rank: Callable[[int], None]
-) -> ExportSummary:
-    """Write a trace in one of the formats."""
+def _write(form: str, run: Path, path: Path, *, counters: bool) -> ExportSummary:
+    """Write a run in one of the formats; where messages need not be matched, rank by rank."""
     from paceline.trace import export as formats
+    from paceline.trace.merge import load_run
+    from paceline.trace.merge.windows import SpooledRun
 
-    if form == "chakra":  # it has no counters
-        return formats.write_chakra(merged, path, on_rank=on_rank)
+    if form in ("chrome", "chakra"):
+        merged = load_run(run)
+        with _rank_progress(len(merged.ranks)) as on_rank:
+            if form == "chakra":  # it has no counters
+                return formats.write_chakra(merged, path, on_rank=on_rank)
+            return formats.write_chrome(merged, path, counters=counters, on_rank=on_rank)
     write = {
-        "chrome": formats.write_chrome,
         "otf2": formats.write_otf2,
         "parquet": formats.write_parquet,
         "csv": formats.write_csv,
     }[form]
-    return write(merged, path, counters=counters, on_rank=on_rank)
+    with SpooledRun(run) as spooled, _rank_progress(len(spooled.ranks)) as on_rank:
+        return write(formats.SpooledSource(spooled), path, counters=counters, on_rank=on_rank)
 
 
 @contextlib.contextmanager

@@ -11,11 +11,12 @@ import numpy as np
 from paceline.trace.format.events import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from paceline.trace.format.files import RankTrace
     from paceline.trace.merge import Trace
     from paceline.trace.merge.clocks import ClockCorrection
+    from paceline.trace.merge.windows import SpooledRun
 
 COMMUNICATION_KINDS = (Kind.COLLECTIVE, Kind.SEND, Kind.RECV)
 ONE_SIDED = ("put", "get", "accumulate")  # names of messages that their origin alone records
@@ -55,6 +56,21 @@ class TraceSource(Protocol):
     def clocks(self) -> Iterable[ClockCorrection]:
         """The clock correction of each trace."""
         ...
+
+
+class SpooledSource:
+    """A run whose events are in a temporary file: its ranks are read one at a time."""
+
+    def __init__(self, spooled: SpooledRun) -> None:
+        """Read from `spooled`, which stays open."""
+        self._spooled = spooled
+        self.clocks = spooled.clocks
+        self.world_size = spooled.world_size
+
+    @property
+    def ranks(self) -> Iterator[RankTrace]:
+        """The trace of each rank that left one, ordered by rank; read anew each time."""
+        return self._spooled.each_rank()
 
 
 class RankTimes(NamedTuple):

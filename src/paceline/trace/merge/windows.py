@@ -146,6 +146,10 @@ class SpooledRun:
         ranks = self._read(max(0, first - BEFORE), min(stop + AFTER, self.steps + 1))
         return on_one_clock(ranks, match(ranks), self.clocks)
 
+    def each_rank(self) -> Iterator[RankTrace]:
+        """Yield each rank's trace with all its events, ordered by step; one at a time."""
+        return self._ranks(0, self.steps + 1)
+
     def _read(self, first: int, stop: int) -> Sequence[RankTrace]:
         return list(self._ranks(first, stop))
 
