@@ -39,6 +39,8 @@ _ROLES = {
 }
 _PHASE_ROLES = {
     Kind.CHECKPOINT: _FILE_IO,
+    Kind.READ: _FILE_IO,
+    Kind.WRITE: _FILE_IO,
     Kind.COPY: _DATA_TRANSFER,
     Kind.STEP: _CODE,
 }
