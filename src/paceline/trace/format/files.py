@@ -125,7 +125,7 @@ def read_tables(path: Path) -> RankTrace:
         tables = _Tables(path, status)
         while len(head := file.read(BLOCK.size)) == BLOCK.size:
             kind, count, length, checksum = BLOCK.unpack(head)
-            if kind == _EVENTS:
+            if kind in (_EVENTS, _PACKED_EVENTS):
                 file.seek(length, os.SEEK_CUR)
                 continue
             payload = memoryview(file.read(length))
