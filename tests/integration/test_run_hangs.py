@@ -55,6 +55,15 @@ def test_ranks_of_mpi_are_named_too(tmp_path, program):
     assert any("hold_lock" in frame for frame in stack), stack
 
 
+@pytest.mark.campaign("mpi")
+def test_a_rank_in_another_collective_is_named_though_mpi_ends_all_by_itself(tmp_path):
+    path = PROGRAMS / "mpi.py"
+    done = paceline(tmp_path, "run", *QUICK, "-n", 3, "--mpi", "--", path, "order", 0, 3)
+    assert done.code != 0
+    result = json.loads((tmp_path / "RUN" / "result.json").read_text())
+    assert result["failure"]["rank"] == 0, result["failure"]
+
+
 def test_a_rank_that_works_for_several_deadlines_is_not_accused(tmp_path):
     script = PROGRAMS / "collectives.py"
     done = paceline(tmp_path, "run", *QUICK, "-n", 2, script, "gloo", "slow-checkpoint-6", 1, 4)

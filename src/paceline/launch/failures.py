@@ -35,6 +35,7 @@ LEFT_EARLY = "left with exit code 0"
 LEFT_SILENTLY = "left without an exception"  # below a launcher that does not tell exit codes
 UNCLOSED = "ended without closing its trace: it was killed, or left by os._exit"
 HUNG = "hung"
+MISMATCHED = "called another collective than the other ranks"
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 # Words in the traceback of a rank that lost a peer: errors of gloo, NCCL and torch's own store.
 # "RankLost" is Paceline's own backend.
@@ -103,6 +104,15 @@ def hang_failure(run: Path) -> Failure | None:
         return None
     step, phase = _place(run, hang.rank)
     return Failure(rank=hang.rank, step=step, phase=phase, error=f"{HUNG}: {hang.detail}")
+
+
+def mismatch_failure(run: Path) -> Failure | None:
+    """Return the failure of the rank that called another collective than the others, if one did."""
+    rank = mismatched_rank(run)
+    if rank is None:
+        return None
+    step, phase = _place(run, rank)
+    return Failure(rank=rank, step=step, phase=phase, error=MISMATCHED)
 
 
 def failure_of(run: Path, report: dict[str, Any]) -> Failure:

@@ -37,6 +37,7 @@ from paceline.launch.failures import (
     exit_code,
     failure_of,
     hang_failure,
+    mismatch_failure,
     place_of,
     raise_failure,
 )
@@ -243,6 +244,8 @@ def _failure(run: Path, ended: RankExit) -> Failure | None:
     own = [report for report in reports if not LOST_A_PEER.search(str(report["traceback"]))]
     if own:
         return failure_of(run, own[0])
+    if mismatch := mismatch_failure(run):  # an MPI ends all ranks, whoever was wrong
+        return mismatch
     reported = {int(report["rank"]) for report in reports}
     statuses = trace_statuses(run)
     silent = [status for status in statuses if status.rank not in reported]
