@@ -151,8 +151,8 @@ void writes_what_was_recorded() {
     const std::uint64_t wait = recorder.begin(phase_of(Kind::wait));
     recorder.record({.begin_ns = wait, .end_ns = wait, .amount = ~0ULL, .kind = Kind::wait});
     recorder.flush();
-    CHECK(parse(path).events.size() == 3);
-    CHECK(parse(path).events[2].amount < 60'000'000'000U);  // time without a core in the wait  // readable up to the last flush, before it is closed
+    CHECK(parse(path).events.size() == 3);  // readable up to the last flush, before it is closed
+    CHECK(parse(path).events[2].amount < 60'000'000'000U);  // time without a core in the wait
     recorder.end_step();
     CHECK(recorder.step() == 1);
     recorder.close();
@@ -161,7 +161,8 @@ void writes_what_was_recorded() {
     CHECK(recorder.dropped_count() == 0);
   }
   const Parsed parsed = parse(path);
-  CHECK(parsed.names.size() == own_names + 1 && parsed.names[0].empty() && parsed.names[own_names] == "all_reduce");
+  CHECK(parsed.names.size() == own_names + 1 && parsed.names[0].empty());
+  CHECK(parsed.names[own_names] == "all_reduce");
   CHECK(parsed.events.size() == 8);
   CHECK(parsed.events[0].kind == Kind::forward && parsed.events[0].amount == 5);
   CHECK(parsed.events[1].kind == Kind::collective && parsed.events[1].sequence == 9);
