@@ -244,7 +244,7 @@ def _failure(run: Path, ended: RankExit) -> Failure | None:
     own = [report for report in reports if not LOST_A_PEER.search(str(report["traceback"]))]
     if own:
         return failure_of(run, own[0])
-    if mismatch := mismatch_failure(run):  # an MPI ends all ranks, whoever was wrong
+    if mismatch := mismatch_failure(run):  # an MPI ends all ranks, not the wrong one alone
         return mismatch
     reported = {int(report["rank"]) for report in reports}
     statuses = trace_statuses(run)
