@@ -40,7 +40,7 @@ except ImportError as problem:  # pragma: no cover - needs a broken installation
     ) from problem
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -169,6 +169,13 @@ def mpi_library(interface: str) -> Path:
         interface: binary interface of the MPI: ``mpich``, ``openmpi`` or ``standard``.
     """
     return Path(_native.__file__).with_name(f"libpaceline_mpi_{interface}.so")
+
+
+def preloaded(library: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that has programs preload a library, before those of `environ`."""
+    others = environ.get("LD_PRELOAD", "").replace(":", " ").split()
+    names = [str(library), *(name for name in others if name != str(library))]
+    return {"LD_PRELOAD": ":".join(names)}
 
 
 # Reading packs (pack_reader.hpp)

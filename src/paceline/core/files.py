@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import shutil
 from enum import Enum, auto
 from functools import cache
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from paceline.core.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
 _LOG = logging.getLogger(__name__)
@@ -51,6 +52,27 @@ def commit_chunks(path: Path, chunks: Iterable[bytes]) -> None:
     finally:  # also when making the chunks failed; after the rename there is nothing left
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """Give the context the path of a folder to make, which then takes the place of `folder`.
+
+    If the context fails, what it made is removed, and what was at `folder` stays.
+
+    Raises:
+        OSError: the folder cannot be replaced.
+    """
+    partial = _partial(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        yield partial
+        if folder.is_dir():
+            shutil.rmtree(folder)
+        partial.replace(folder)
+        sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def free_bytes(path: Path) -> int | None:

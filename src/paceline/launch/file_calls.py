@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import Missing
-from paceline.native import io_library
+from paceline.native import io_library, preloaded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,6 +42,4 @@ def file_call_variables(run: Path, environ: Mapping[str, str]) -> dict[str, str]
             why="it is built with Paceline on Linux with glibc",
             fix="There, install Paceline again: pip install .; or leave out --record-io",
         )
-    others = [name for name in environ.get("LD_PRELOAD", "").replace(":", " ").split() if name]
-    preloaded = [str(library), *(name for name in others if name != str(library))]
-    return {"LD_PRELOAD": ":".join(preloaded), FOLDER: str(run.absolute())}
+    return {**preloaded(library, environ), FOLDER: str(run.absolute())}

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal
 from paceline.core.affinity import allowed_cores
 from paceline.core.errors import Missing, NotFound, UsageError
 from paceline.launch import file_calls
-from paceline.native import mpi_library
+from paceline.native import mpi_library, preloaded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -89,9 +89,7 @@ class ProgramMpi:
                 why="it is built with Paceline on Linux with glibc",
                 fix="There, install Paceline again: pip install .",
             )
-        others = [name for name in environ.get("LD_PRELOAD", "").replace(":", " ").split() if name]
-        preloaded = [str(library), *(name for name in others if name != str(library))]
-        return {"LD_PRELOAD": ":".join(preloaded), FOLDER: str((run / "trace").absolute())}
+        return {**preloaded(library, environ), FOLDER: str((run / "trace").absolute())}
 
 
 def mpi_of_command(command: Sequence[str], *, required: bool) -> ProgramMpi | None:

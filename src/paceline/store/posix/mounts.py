@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import Missing, UsageError
-from paceline.native import posix_library
+from paceline.native import posix_library, preloaded
 from paceline.store.in_place.opening import open_pack
 
 if TYPE_CHECKING:
@@ -123,9 +123,7 @@ def variables(
             why="it is built with Paceline on Linux with glibc",
             fix="There, install Paceline again: pip install .; or extract the pack",
         )
-    preloaded = [name for name in environ.get("LD_PRELOAD", "").replace(":", " ").split() if name]
-    libraries = [str(library), *(name for name in preloaded if name != str(library))]
-    found = {"LD_PRELOAD": ":".join(libraries)}
+    found = preloaded(library, environ)
     if mounts:
         found[MOUNTS] = "\n".join(mount.to_line() for mount in mounts)
     if outputs:

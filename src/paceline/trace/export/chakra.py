@@ -18,16 +18,13 @@ Format: MLCommons Chakra, schema/protobuf/et_def.proto (version 0.0.4).
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import shutil
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from paceline.core.errors import storage_errors
-from paceline.core.files import commit_chunks, commit_text, sync_folder
+from paceline.core.files import commit_chunks, commit_text, replaced_folder
 from paceline.trace.export.source import (
     COMMUNICATION_KINDS,
     ONE_SIDED,
@@ -92,30 +89,23 @@ def write_chakra(
     lost: dict[str, int] = {}
     start_ns = first_ns(trace)
     nodes = 0
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     fix = "Free space, or choose another folder"
-    try:
-        with storage_errors("cannot write the traces", where=folder, fix=fix):
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            for index, rank in enumerate(trace.ranks):
-                graph = _RankGraph(trace, index, start_ns, groups, lost)
-                commit_chunks(partial / f"trace.{rank.rank}.et", graph.messages())
-                nodes += graph.nodes
-                if on_rank is not None:
-                    on_rank(index + 1)
-            members = {
-                str(number): list(group.members or range(trace.world_size))
-                for group, number in groups.items()
-            }
-            commit_text(partial / "comm_groups.json", json.dumps(members) + "\n")
-            if folder.is_dir():
-                shutil.rmtree(folder)
-            partial.replace(folder)
-            sync_folder(folder.parent)
-    finally:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(partial, ignore_errors=True)
+    with (
+        storage_errors("cannot write the traces", where=folder, fix=fix),
+        replaced_folder(folder) as partial,
+    ):
+        partial.mkdir()
+        for index, rank in enumerate(trace.ranks):
+            graph = _RankGraph(trace, index, start_ns, groups, lost)
+            commit_chunks(partial / f"trace.{rank.rank}.et", graph.messages())
+            nodes += graph.nodes
+            if on_rank is not None:
+                on_rank(index + 1)
+        members = {
+            str(number): list(group.members or range(trace.world_size))
+            for group, number in groups.items()
+        }
+        commit_text(partial / "comm_groups.json", json.dumps(members) + "\n")
     cautions = tuple(f"{count:,} {what}" for what, count in sorted(lost.items()))
     return ExportSummary(path=folder, ranks=len(trace.ranks), events=nodes, cautions=cautions)
 

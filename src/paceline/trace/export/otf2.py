@@ -9,16 +9,13 @@ Format: Open Trace Format 2, version 3 (Eschweiler and others, 2012), through it
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paceline.core.errors import storage_errors
-from paceline.core.files import sync_folder
+from paceline.core.files import replaced_folder
 from paceline.native import write_otf2_events
 from paceline.trace.export.otf2_definitions import Definition, Otf2Definitions
 from paceline.trace.export.otf2_events import RECORD_ROW, SPAN_ROW, convert_rank
@@ -62,25 +59,18 @@ def write_otf2(
         StorageError: the archive cannot be written; what was there before is unchanged.
     Cost: the events of one rank in memory, twice.
     """
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     fix = "Free space, or choose another folder"
-    try:
-        with storage_errors("cannot write the archive", where=folder, fix=fix):
-            shutil.rmtree(partial, ignore_errors=True)
-            with Otf2Archive(partial, ARCHIVE_NAME, folder) as archive:
-                done = _Writing(archive, trace.world_size, counters=counters)
-                for rank, clock in zip(trace.ranks, trace.clocks, strict=True):
-                    done.add(rank, clock)
-                    if on_rank is not None:
-                        on_rank(done.ranks)
-                done.finish()
-            if folder.is_dir():
-                shutil.rmtree(folder)
-            partial.replace(folder)
-            sync_folder(folder.parent)
-    finally:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(partial, ignore_errors=True)
+    with (
+        storage_errors("cannot write the archive", where=folder, fix=fix),
+        replaced_folder(folder) as partial,
+        Otf2Archive(partial, ARCHIVE_NAME, folder) as archive,
+    ):
+        done = _Writing(archive, trace.world_size, counters=counters)
+        for rank, clock in zip(trace.ranks, trace.clocks, strict=True):
+            done.add(rank, clock)
+            if on_rank is not None:
+                on_rank(done.ranks)
+        done.finish()
     return ExportSummary(
         path=folder / f"{ARCHIVE_NAME}.otf2",
         ranks=done.ranks,
