@@ -11,7 +11,6 @@ from paceline.report.page import svg
 from paceline.report.page.chart import FIELD, LABEL_X, Chart, render
 from paceline.report.page.markup import section
 from paceline.report.words import phase_label
-from paceline.trace.efficiency.strips import NO_PHASE
 
 if TYPE_CHECKING:
     from paceline.report.model import Report
@@ -73,7 +72,6 @@ def strip_chart(strips: PhaseStrips) -> Chart:
         legend=[
             (svg.swatch([svg.rect(0, 0, 14, 12, f"phase {PHASES[i]}")]), phase_label(PHASES[i]))
             for i in present
-            if i != NO_PHASE
         ],
     )
 
