@@ -22,17 +22,12 @@ import statistics
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.scaling_profile import RepeatedFigure
+from paceline.core.students_t import t_95
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 BORROWED = 4  # degrees of freedom that a cell has of the other cells' spread
-# Quantiles 0.975 of Student's t with 1, 2, ... degrees of freedom; beyond the last one the normal
-# quantile, which is 2 % less.
-_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179,
-         2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064,
-         2.060, 2.056, 2.052, 2.048, 2.045, 2.042)  # fmt: skip
-_NORMAL_95 = 1.960
 
 
 class PooledSpread(NamedTuple):
@@ -58,7 +53,7 @@ def repeated(values: Sequence[float], pooled: PooledSpread | None = None) -> Rep
     squares = own * statistics.variance(logs)
     squares += borrowed * pooled.log_sd**2 if pooled else 0.0
     freedom = own + borrowed
-    width = _t(freedom) * math.sqrt(squares / freedom / len(logs))
+    width = t_95(freedom) * math.sqrt(squares / freedom / len(logs))
     return RepeatedFigure(
         value=math.exp(mean),
         low=math.exp(mean - width),
@@ -77,7 +72,7 @@ def plain(values: Sequence[float]) -> RepeatedFigure:
     if len(values) < 2:
         return RepeatedFigure(value=mean, repeats=1)
     deviation = statistics.stdev(values)
-    width = _t(len(values) - 1) * deviation / math.sqrt(len(values))
+    width = t_95(len(values) - 1) * deviation / math.sqrt(len(values))
     return RepeatedFigure(
         value=mean,
         low=mean - width,
@@ -112,7 +107,3 @@ def agree(first: RepeatedFigure, second: RepeatedFigure) -> bool:
         for figure in (first, second)
     ]
     return abs(math.log(first.value / second.value)) <= math.hypot(*widths)
-
-
-def _t(freedom: int) -> float:
-    return _T_95[freedom - 1] if freedom <= len(_T_95) else _NORMAL_95

@@ -20,6 +20,7 @@ import numpy as np
 from paceline.core.breakdown import PHASES
 from paceline.core.errors import NotFound
 from paceline.core.record import Record
+from paceline.core.students_t import t_95
 from paceline.trace.analysis.p_values import upper_tail_t
 from paceline.trace.analysis.waits import awaited_calls
 from paceline.trace.efficiency.dependencies import binding, wait_dependencies
@@ -205,7 +206,7 @@ def _significance(a: np.ndarray, b: np.ndarray) -> tuple[float | None, float | N
     freedom = variance**2 / sum(error**2 / (len(blocks) - 1) for error, blocks in freedoms)
     freedom_count = max(1, math.floor(freedom))
     error = math.sqrt(variance)
-    return _quantile_t(freedom_count) * error, 2 * upper_tail_t(change / error, freedom_count)
+    return t_95(freedom_count) * error, 2 * upper_tail_t(change / error, freedom_count)
 
 
 def _squared_error(blocks: np.ndarray) -> float:
@@ -216,15 +217,6 @@ def _squared_error(blocks: np.ndarray) -> float:
     """
     left = min(max(0.0, _correlation(blocks)), _MOST_LEFT)
     return float(blocks.var(ddof=1)) / len(blocks) * (1 + left) / (1 - left)
-
-
-def _quantile_t(freedom: int) -> float:
-    """Return the t that Student's t exceeds with a probability of 2.5 %."""
-    low, high = 0.0, 1e3
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if upper_tail_t(middle, freedom) > 0.025 else (low, middle)
-    return high
 
 
 def _block_means(values: np.ndarray) -> np.ndarray:
