@@ -108,6 +108,7 @@ EXPORTS = {
     ],
     "federated.ledger.torture": [],
     "launch.hangs": [],
+    "launch.servers": [],
     "launch": [],
     "launch.startup": [],
     "launch.rendezvous": [],

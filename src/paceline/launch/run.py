@@ -35,7 +35,6 @@ from paceline.core.processes import (
     ended_on_signal,
     outlive_preemption,
 )
-from paceline.launch.data_servers import DataServers
 from paceline.launch.exits import ExitOutcome, explaining_exits, interrupted_exit, interruption
 from paceline.launch.failures import exit_code, first_failure, hang_failure, raise_failure
 from paceline.launch.file_calls import file_call_variables
@@ -43,11 +42,12 @@ from paceline.launch.folder import write_start
 from paceline.launch.guard import STOP_SIGNAL
 from paceline.launch.hangs.watch import HangWatcher
 from paceline.launch.output import TaggedOutput
-from paceline.launch.output_servers import OutputServers
 from paceline.launch.program import ProgramKind
 from paceline.launch.ranks import SIGNAL_DELAY_S, LocalRanks, free_port
 from paceline.launch.rendezvous.job import TaskRendezvous
 from paceline.launch.rendezvous.messages import DataOffer, JobEnd, StartInfo
+from paceline.launch.servers.data import DataServers
+from paceline.launch.servers.outputs import OutputServers
 from paceline.launch.summary import summarize
 from paceline.launch.task import run_task
 from paceline.launch.watcher import StatusWatcher

@@ -35,9 +35,9 @@ from paceline.core.errors import (
 )
 from paceline.core.files import read_text
 from paceline.core.processes import signal_name
-from paceline.launch.local_folders import leftovers, lock_folder, make_locked
-from paceline.launch.node_servers import NodeServer, NodeServers
 from paceline.launch.rendezvous.messages import DataOffer, DataStart
+from paceline.launch.servers.local_folders import leftovers, lock_folder, make_locked
+from paceline.launch.servers.node import NodeServer, NodeServers
 from paceline.native import RangeRequests, ServedCount, served_counts
 from paceline.runs.data_report import DATA_FOLDER, DataReport
 from paceline.store.posix.mounts import PackMount

@@ -1,6 +1,6 @@
 """What the servers of packs and of outputs share: a launcher starts them for its node.
 
-Those of ``--data`` are in data_servers.py, those of ``--output`` in output_servers.py. What both
+Those of ``--data`` are in data.py, those of ``--output`` in outputs.py. What both
 say of themselves travels in one message of the rendezvous, the packs' first.
 """
 

@@ -23,9 +23,9 @@ from paceline.core.errors import (
     StorageError,
     storage_errors,
 )
-from paceline.launch.local_folders import leftovers, make_locked
-from paceline.launch.node_servers import NodeServer, NodeServers
 from paceline.launch.rendezvous.messages import DataOffer, DataStart
+from paceline.launch.servers.local_folders import leftovers, make_locked
+from paceline.launch.servers.node import NodeServer, NodeServers
 from paceline.store.serve.drain import ROOM, TARGET, DrainRoom, drain_error
 from paceline.store.serve.output_server import READY, OutputReport, OutputSpec
 
