@@ -4,8 +4,11 @@ import dataclasses
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from synthetic import BASE_S, Culprit, Noise, made_up_run, planted_seconds, stragglers
 
+from paceline.core.breakdown import PHASES
 from paceline.trace.analysis.blame import find_stragglers
 from paceline.trace.analysis.causes import CAUSES, main_cause
 from paceline.trace.analysis.p_values import binomial_tail, upper_tail
@@ -156,23 +159,42 @@ def test_two_culprits_are_both_found_the_costlier_first():
     ]
 
 
-def test_ranks_that_share_cores_and_compute_longer_are_not_called_starved():
-    random = np.random.default_rng(6)
-    phases, counters, skew = made_up_run(
-        random, 2, 200, Noise(), [Culprit(1, "compute", np.full(200, 0.5 * BASE_S))]
-    )
-    # Each rank waits for a core as long as it computes: the culprit by so much longer.
-    extra = np.where(np.arange(2)[:, None] == 1, 0.5 * BASE_S, 0.0) * np.ones((2, 200))
-    counters = [dataclasses.replace(own, not_running_s=own.running_s.copy()) for own in counters]
-    phases = [
-        dataclasses.replace(
-            own, seconds=own.seconds + np.outer(more, np.eye(own.seconds.shape[1])[2])
-        )
-        for own, more in zip(phases, extra, strict=True)
+def cause_beside_others(computes, waits):
+    """Return the cause of a rank's delay, and its seconds on a core and waiting for one, by rank.
+
+    Args:
+        computes: seconds on a core in a step, of each rank.
+        waits: seconds for which each waits for a core, for each second that it has one.
+    """
+    phases, counters, _ = made_up_run(np.random.default_rng(6), len(computes), 200, Noise())
+    running_s = np.outer(computes, np.ones(200))
+    waiting_s = running_s * np.array(waits)[:, np.newaxis]
+    counters = [
+        dataclasses.replace(own, running_s=ran, not_running_s=waited)
+        for own, ran, waited in zip(counters, running_s, waiting_s, strict=True)
     ]
-    late = np.ones(200, dtype=bool)
-    assert main_cause(1, phases, counters, late, starved=True) == "compute"
-    assert skew.shape == (2, 200)
+    forward = np.eye(phases[0].seconds.shape[1])[PHASES.index("forward")]
+    phases = [
+        dataclasses.replace(own, running_s=ran, seconds=np.outer(ran + waited, forward))
+        for own, ran, waited in zip(phases, running_s, waiting_s, strict=True)
+    ]
+    return main_cause(1, phases, counters, np.ones(200, dtype=bool), starved=True)
+
+
+@given(st.floats(1.2, 10), st.floats(0, 5))
+def test_a_rank_that_computes_longer_on_a_core_as_busy_is_not_called_starved(longer, waits):
+    """It waits for a core so much longer, by however many others it shares the core with."""
+    assert cause_beside_others([BASE_S, longer * BASE_S], [waits, waits]) == "compute"
+
+
+@given(st.floats(0.95, 1.05), st.floats(0, 1), st.floats(0.3, 5))
+def test_a_rank_whose_core_others_take_is_called_starved(longer, waits, more):
+    assert cause_beside_others([BASE_S, longer * BASE_S], [waits, waits + more]) == "not_running"
+
+
+def test_a_rank_that_computes_four_times_as_long_on_a_core_that_is_busier_as_well_computes():
+    """So it was with a late sender of bench/truth.py: 13 ms on a core, and 23 ms waiting for it."""
+    assert cause_beside_others([0.003, 0.013], [0.14, 1.75]) == "compute"
 
 
 def test_threads_of_a_pool_compute_for_the_main_thread():

@@ -7,6 +7,15 @@ in which the thread was blocked, or the whole process stopped. If it waited for 
 files then, the sleep is input. Threads of a pool compute for the main thread while it sleeps: so
 far as they ran longer, the sleep is computing, too.
 
+A thread waits for a core because another process has it, and the longer the more it computes. Of
+two ranks with r and s seconds on a core in a step, each of which waited for v and w, the part
+
+    (r - s) (v / r + w / s) / 2     is due to computing longer, and
+    (r + s) (v / r - w / s) / 2     to a busier core;
+
+both add up to v - w, and neither depends on which factor is changed first (L. S. Shapley, A value
+for n-person games, 1953). The first part is computing, too.
+
 A rank computes longer because it has more to compute, or because its core is slower: a lower clock,
 or another tenant on the core's other hyperthread. The kernel counts both as time on a core; steal
 time does not show it either (bench/LOG.md). Work that is the same on all ranks does: the
@@ -41,7 +50,6 @@ _WAITS = [PHASES.index(name) for name in ("waiting", "transfer")]
 _SEEN = [PHASES.index(name) for name in ("input", "checkpoint")]
 _OPTIMIZER = PHASES.index("optimizer")
 _REST = [i for i in range(len(PHASES)) if i not in (*_WAITS, *_SEEN)]
-_COMPUTES_LONGER = 0.1  # share by which a rank computes longer than others, to count
 _FAULTS = (
     1.0  # page faults that wait for storage, more than others in a late step, that explain sleep
 )
@@ -79,8 +87,10 @@ def main_cause(
     if all(rank.known for rank in counters):
         if not starved:
             del seconds["not_running"]
-        elif _shares_its_cores(i, counters, late):
-            seconds[computing] += seconds.pop("not_running")
+        else:
+            waits_s = min(seconds["not_running"], _waits_for_computing_s(i, counters, steps))
+            seconds[computing] += waits_s
+            seconds["not_running"] -= waits_s
     cause = max(seconds, key=lambda cause: seconds[cause])
     return cause if seconds[cause] > 0.0 else None
 
@@ -91,21 +101,17 @@ def _before(late: np.ndarray) -> np.ndarray:
     return before if before.any() else late
 
 
-def _shares_its_cores(i: int, counters: Sequence[StepCounters], late: np.ndarray) -> bool:
-    """Return whether the rank waits longer for a core because it computes longer.
+def _waits_for_computing_s(i: int, counters: Sequence[StepCounters], late: np.ndarray) -> float:
+    """Return how much longer rank `i` waits for a core in a late step since it computes longer.
 
-    On a core that it shares, a thread waits in proportion to its computing, for about as long if
-    it shares the core with one other thread.
+    0 if it computes no longer than the other ranks.
     """
     steps = np.flatnonzero(late)
-    running_s, others_running_s = _own_and_others(i, [rank.running_s for rank in counters], steps)
-    waiting_s, others_waiting_s = _own_and_others(
-        i, [rank.not_running_s for rank in counters], steps
-    )
-    longer = running_s / max(1e-9, others_running_s) - 1
-    waits_longer = waiting_s / max(1e-9, others_waiting_s) - 1
-    as_long = running_s - others_running_s > (waiting_s - others_waiting_s) / 2
-    return longer > _COMPUTES_LONGER and (as_long or longer > waits_longer / 2)
+    running_s, usual_s = _own_and_others(i, [rank.running_s for rank in counters], steps)
+    waits_s, usual_waits_s = _own_and_others(i, [rank.not_running_s for rank in counters], steps)
+    if not running_s > usual_s > 0.0:
+        return 0.0
+    return (running_s - usual_s) * (waits_s / running_s + usual_waits_s / usual_s) / 2
 
 
 def _core_is_slow(
