@@ -1,13 +1,14 @@
 """Does blame tell the truth? Planted culprits, beside a busy neighbour or not, and clean runs.
 
-    python bench/truth.py --json [--quick] [--campaign] [--framework torch mpi] [--keep FOLDER]
-                          [--minutes MINUTES] [--seed SEED] [--cases NUMBER ...]
+    python bench/truth.py --json [--quick] [--campaign] [--framework torch gloo mpi]
+                          [--keep FOLDER] [--minutes MINUTES] [--seed SEED] [--cases NUMBER ...]
 
-On torch/gloo and on mpi4py, whose cases `truth_mpi.py` describes. `--campaign` has 300 cases with a
-culprit, slowed by 20 % or more, and 300 clean runs of each framework. It takes an hour or more:
-`--minutes` ends each framework's part earlier, and with `--keep` the next call goes on there.
+On torch, under DistributedDataParallel; and on torch/gloo and mpi4py, by programs that exchange
+messages in a ring, whose cases `truth_ring.py` describes. `--campaign` has 300 cases with a
+culprit, slowed by 20 % or more, and 300 clean runs of each. It takes an hour or more:
+`--minutes` ends each part earlier, and with `--keep` the next call goes on there.
 
-Each case is a run of its own: two or three ranks under DistributedDataParallel, recorded by the
+Each case on torch is a run of its own: two or three ranks under DistributedDataParallel, recorded by the
 recorder and the collector of `paceline run`, analysed as `paceline run` analyses them. In a case
 with a culprit one rank is slowed by 10 to 50 % for one cause (data, compute, blocked, stopped,
 not_running, checkpoint, gc) in one shape (persistent, for all of the run or for a part of it;
@@ -22,8 +23,8 @@ any run: that is another tenant of the machine's host.
 
 from __future__ import annotations
 
+import functools
 import json
-import multiprocessing
 import os
 import shutil
 import sys
@@ -35,18 +36,19 @@ from pathlib import Path
 import harness
 import numpy as np
 import truth_ranks
-from truth_mpi import MpiStage, judge_mpi, make_mpi_cases
+from truth_ring import LEAST_SLOW, judge_ring, make_ring_cases
+from truth_ring_runs import GlooStage, MpiStage
+from truth_server import compile_slow_files, start_server
 
 CAUSES = ("data", "compute", "blocked", "stopped", "not_running", "checkpoint", "gc")
 SHAPES = ("persistent", "window", "periodic", "drifting", "intermittent")
 STEPS = 300
 BASE_S = 0.010  # of a step that nobody slows
 CULPRITS, CLEAN = 70, 60
-CAMPAIGN, CAMPAIGN_LEAST = 300, 0.2  # cases with a culprit and clean runs; the least slow-down
-MPI_CULPRITS, MPI_CLEAN, MPI_QUICK = 56, 40, (0, 1, 2, 3, 4, 5, 6, 8, 15, 56, 57)
+CAMPAIGN = 300  # cases with a culprit, and clean runs
+RING_CULPRITS, RING_CLEAN, RING_QUICK = 56, 40, (0, 1, 2, 3, 4, 5, 6, 8, 15, 56, 57)
 QUICK = (0, 11, 19, 23, 34, 36, 52, 70, 71, 72)
 PERIODS = (3, 5, 7, 10, 20)
-DEADLINE_S = 60.0
 BARS = {"rank": 0.97, "cause and shape": 0.90, "accused": 1}
 BOTH_BAR, WAITING_BAR = 0.98, 0.05  # right rank and cause; error of waiting times
 
@@ -126,19 +128,18 @@ def make_cases(seed, culprits=CULPRITS, clean=CLEAN, least=0.1):
 class Stage:
     """Starts the processes of a case, all forked from one server that has torch imported."""
 
-    def __init__(self):
-        os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=str(Path(__file__).parent))
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(
-            ["torch.distributed", "paceline.trace.collectors.torch", "truth_ranks"]
-        )
+    def __init__(self, server):
+        self.context = server
         self.cores = sorted(os.sched_getaffinity(0))
         receiver, sender = self.context.Pipe(duplex=False)
-        self._process(truth_ranks.measure_units, sender).join()
+        self._started(truth_ranks.measure_units, sender).join()
         self.unit_s, self.object_s = receiver.recv()
 
     def _process(self, target, *arguments):
-        process = self.context.Process(target=target, args=arguments, daemon=True)
+        return self.context.Process(target=target, args=arguments, daemon=True)
+
+    def _started(self, target, *arguments):
+        process = self._process(target, *arguments)
         process.start()
         return process
 
@@ -149,28 +150,19 @@ class Stage:
             RuntimeError: a rank failed, or did not end.
         """
         (folder / "trace").mkdir(parents=True)
-        others, ranks = [], []
+        others = []
         if case.neighbour:
-            others.append(self._process(truth_ranks.disturb, case.seed * 1000 + case.number))
+            others.append(self._started(truth_ranks.disturb, case.seed * 1000 + case.number))
         demand = None
         if case.cause in ("stopped", "not_running"):
             receiver, demand = self.context.Pipe()
             if case.cause == "stopped":
-                others.append(self._process(truth_ranks.stop_on_demand, receiver))
+                others.append(self._started(truth_ranks.stop_on_demand, receiver))
             else:
                 cores = self._cores(case, case.culprit)
-                others.append(self._process(truth_ranks.compute_on_demand, receiver, cores))
-        try:
-            ranks = [self._rank(case, folder, rank, demand) for rank in range(case.ranks)]
-            for process in ranks:
-                process.join(DEADLINE_S)
-            codes = [process.exitcode for process in ranks]
-        finally:
-            for process in (*ranks, *others):
-                process.kill()
-                process.join()
-        if codes != [0] * case.ranks:  # None is a rank that did not end
-            raise RuntimeError(f"case {case.number}: ranks ended with {codes}")
+                others.append(self._started(truth_ranks.compute_on_demand, receiver, cores))
+        ranks = [self._rank(case, folder, rank, demand) for rank in range(case.ranks)]
+        truth_ranks.run_to_the_end(f"case {case.number}", ranks, others)
 
     def _rank(self, case, folder, rank, demand):
         is_culprit = rank == case.culprit
@@ -243,14 +235,18 @@ def add_named_bars(report, rows, name):
     """Add the bars that hold for any framework, as far as its rows have what they are of."""
     planted = [row for row in rows if row["culprit"] is not None]
     clean = [row for row in rows if row["culprit"] is None]
-    if planted:
-        both = sum(row["cause_right"] for row in planted) / len(planted)
-        of_cases = f"{name}: right rank and cause, of {len(planted)} cases"
-        report.bar(of_cases, both, BOTH_BAR, at_least=True)
+    slowed = [row for row in planted if row.get("slowed", LEAST_SLOW) >= LEAST_SLOW]
+    if slowed:
+        both = sum(row["cause_right"] for row in slowed) / len(slowed)
+        of_cases = f"{name}: right rank and cause, of {len(slowed)} cases"
+        report.bar(of_cases, both, BOTH_BAR, at_least=True, reason=by_plant(planted))
     if clean:
         accused = sum(row["accused"] for row in clean)
-        report.bar(f"{name}: accused, of {len(clean)} clean runs", accused, BARS["accused"])
-    states = [row["state_right"] for row in planted if "state_right" in row]
+        slower = sum(row.get("core_slower", False) for row in clean)
+        reason = f"{slower} on a core that was slower" if slower else ""
+        of_runs = f"{name}: accused, of {len(clean)} clean runs"
+        report.bar(of_runs, accused, BARS["accused"], reason=reason)
+    states = [row["state_right"] for row in slowed if "state_right" in row]
     if states:
         right = sum(states) / len(states)
         of_states = f"{name}: right wait state and who caused it, of {len(states)} cases"
@@ -266,17 +262,30 @@ def add_named_bars(report, rows, name):
         report.bar(of_waiting, within, 1.0, at_least=True)
 
 
+def by_plant(rows):
+    """Return how many cases are right, for each cause or pattern, and of those slowed by less."""
+    counts = {}
+    for row in rows:
+        plant = row.get("pattern") or row["cause"]
+        if row.get("slowed", LEAST_SLOW) < LEAST_SLOW:
+            plant = f"{plant} slowed by less"
+        right, count = counts.get(plant, (0, 0))
+        counts[plant] = right + row["cause_right"], count + 1
+    return ", ".join(f"{plant} {right} of {count}" for plant, (right, count) in counts.items())
+
+
 def chosen_cases(flags):
     """Return the cases of each framework that the flags ask for."""
     seed = int(flags.seed[0]) if flags.seed else 0
+    quick = {"torch": QUICK, "gloo": RING_QUICK, "mpi": RING_QUICK}
     if flags.campaign:
-        cases = {
-            "torch": make_cases(seed, CAMPAIGN, CAMPAIGN, CAMPAIGN_LEAST),
-            "mpi": make_mpi_cases(seed, CAMPAIGN, CAMPAIGN),
-        }
+        cases = {"torch": make_cases(seed, CAMPAIGN, CAMPAIGN, LEAST_SLOW)}
+        planted, clean = CAMPAIGN, CAMPAIGN
     else:
-        cases = {"torch": make_cases(seed), "mpi": make_mpi_cases(seed, MPI_CULPRITS, MPI_CLEAN)}
-    quick = {"torch": QUICK, "mpi": MPI_QUICK}
+        cases = {"torch": make_cases(seed)}
+        planted, clean = RING_CULPRITS, RING_CLEAN
+    for framework in ("gloo", "mpi"):
+        cases[framework] = make_ring_cases(framework, seed, planted, clean)
     for framework, own in cases.items():
         numbers = [int(number) for number in flags.cases or ()]
         numbers = numbers or (quick[framework] if flags.quick else ())
@@ -294,13 +303,13 @@ def in_turn(cases):
     return [case for _, case in sorted(order, key=lambda pair: pair[0])]
 
 
-def run_cases(framework, cases, root, report, flags):
+def run_cases(cases, root, report, flags, make_stage):
     """Run the cases of a framework that have no row yet; return all rows."""
     deadline_s = time.monotonic() + 60 * float(flags.minutes[0]) if flags.minutes else float("inf")
     stage = None
     rows = []
     for case in in_turn(cases):
-        folder = root / f"{framework}-{case.seed}-{case.number:03d}"
+        folder = root / f"{case.framework}-{case.seed}-{case.number:03d}"
         known = folder / "row.json"
         if known.is_file():  # of an earlier call
             rows.append(json.loads(known.read_text()))
@@ -309,7 +318,7 @@ def run_cases(framework, cases, root, report, flags):
         if time.monotonic() > deadline_s:
             continue
         if stage is None:
-            stage = Stage() if framework == "torch" else MpiStage(root)
+            stage = make_stage()
         shutil.rmtree(folder, ignore_errors=True)
         stage.run(case, folder)
         row = judged(case, folder)
@@ -322,14 +331,40 @@ def run_cases(framework, cases, root, report, flags):
     return rows
 
 
+class Stages:
+    """Makes the stage of a framework when its first case is to run.
+
+    Args:
+        root: the folder of all cases.
+        frameworks: all that will be asked for: they have one server.
+    """
+
+    def __init__(self, root, frameworks):
+        self.root = root
+        self.with_files = bool({"gloo", "mpi"} & set(frameworks))
+        self.slow_files = None
+        self.server = None
+
+    def make(self, framework):
+        if self.with_files and self.slow_files is None:
+            self.slow_files = compile_slow_files(self.root)
+        if framework == "mpi":
+            return MpiStage(self.slow_files)
+        if self.server is None:
+            self.server = start_server(self.root, self.slow_files)
+        return (
+            GlooStage(self.slow_files, self.server) if framework == "gloo" else Stage(self.server)
+        )
+
+
 def judged(case, folder):
     """Return the row of a case."""
     from paceline.trace.analysis import analyse
     from paceline.trace.merge import load_run
 
-    if case.framework == "mpi":
-        return judge_mpi(case, folder)
-    return judge(case, analyse(load_run(folder)).stragglers)
+    if case.framework == "torch":
+        return judge(case, analyse(load_run(folder)).stragglers)
+    return judge_ring(case, folder)
 
 
 def main():
@@ -340,13 +375,16 @@ def main():
     )
     report = harness.Report("truth", flags.json)
     with tempfile.TemporaryDirectory(prefix="paceline-truth-") as name:
-        root = Path(flags.keep[0]) if flags.keep else Path(name)
+        root = Path(flags.keep[0] if flags.keep else name).absolute()
         root.mkdir(parents=True, exist_ok=True)
-        for framework, cases in chosen_cases(flags).items():
-            rows = run_cases(framework, cases, root, report, flags)
+        chosen = chosen_cases(flags)
+        stages = Stages(root, chosen)
+        for framework, cases in chosen.items():
+            make_stage = functools.partial(stages.make, framework)
+            rows = run_cases(cases, root, report, flags, make_stage)
             if framework == "torch":
                 add_bars(report, rows)
-            if framework == "mpi" or flags.campaign:
+            if framework != "torch" or flags.campaign:
                 add_named_bars(report, rows, framework)
             if flags.campaign:
                 share = len(rows) / len(cases)

@@ -25,6 +25,7 @@ BUSY_S, DEVICE_S = 2.5e-3, 4.5e-3  # of a step: computing, and waiting for the d
 HELD = ("lock", "sleep", "pipe")  # ways in which host code blocks
 BEFORE_DEVICE = (1.0, 0.0, 0.5)  # share of the computing by rank: three do not want a core at once
 WARM = 2  # steps in which the culprit does not collect yet
+DEADLINE_S = 60.0
 UNIT = 96  # a unit of work is a product of two matrices of this size
 
 
@@ -44,6 +45,27 @@ class Plant:
     unit_s: float
     object_s: float
     variant: int = 0
+
+
+def run_to_the_end(case, ranks, others=()):
+    """Start the processes of ranks and wait for them; end them, and `others`, in any case.
+
+    Raises:
+        RuntimeError: a rank failed, or did not end.
+    """
+    try:
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(DEADLINE_S)
+        codes = [process.exitcode for process in ranks]
+    finally:
+        for process in (*ranks, *others):
+            if process.pid is not None:
+                process.kill()
+                process.join()
+    if any(code != 0 for code in codes):  # None is a rank that did not end
+        raise RuntimeError(f"{case}: ranks ended with {codes}")
 
 
 def train(folder, rank, world_size, cores, plant, units, steps, helper):
