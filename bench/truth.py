@@ -8,9 +8,9 @@ messages in a ring, whose cases `truth_ring.py` describes. `--campaign` has 300 
 culprit, slowed by 20 % or more, and 300 clean runs of each. It takes an hour or more:
 `--minutes` ends each part earlier, and with `--keep` the next call goes on there.
 
-Each case on torch is a run of its own: two or three ranks under DistributedDataParallel, recorded by the
-recorder and the collector of `paceline run`, analysed as `paceline run` analyses them. In a case
-with a culprit one rank is slowed by 10 to 50 % for one cause (data, compute, blocked, stopped,
+Each case on torch is a run of its own: two or three ranks under DistributedDataParallel, recorded
+by the recorder and the collector of `paceline run`, analysed as `paceline run` analyses them. In a
+case with a culprit one rank is slowed by 10 to 50 % for one cause (data, compute, blocked, stopped,
 not_running, checkpoint, gc) in one shape (persistent, for all of the run or for a part of it;
 periodic; drifting; intermittent). In half of the cases, and of the clean runs, a neighbour takes a
 core now and then, for a fifth of the time.

@@ -8,6 +8,7 @@ step sleeps, as a host thread does that waits for its device, so that three rank
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import os
@@ -26,6 +27,7 @@ HELD = ("lock", "sleep", "pipe")  # ways in which host code blocks
 BEFORE_DEVICE = (1.0, 0.0, 0.5)  # share of the computing by rank: three do not want a core at once
 WARM = 2  # steps in which the culprit does not collect yet
 DEADLINE_S = 60.0
+RANK_PRIORITY, HOG_PRIORITY = 1, 2  # in real time
 UNIT = 96  # a unit of work is a product of two matrices of this size
 
 
@@ -289,10 +291,18 @@ def compute_on_demand(channel, cores):
 
 
 def _hurry():
-    try:
+    with contextlib.suppress(PermissionError):  # then it takes half of the core
         os.nice(-15)
-    except PermissionError:  # then it takes half of the core
-        os.nice(0)
+
+
+def leave_other_programs(priority):
+    """Have the kernel run this thread before all ordinary ones, if it may: in real time.
+
+    The kernel would move other programs from a core that a hog takes to the other rank's, so that
+    the hog made that rank late. Ranks and hogs in real time have the cores to themselves.
+    """
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(priority))
 
 
 def _demands(channel):

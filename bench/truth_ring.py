@@ -51,6 +51,7 @@ LATE_SENDER_S = 0.020
 LEAST_SLOW, MOST_SLOW = 0.2, 1.0  # by which the culprit's step grows
 PERIODS = (3, 4, 5)  # of checkpoints
 LEAST_WAITING_S = 0.05  # of a case, for its error to say something
+ENTERED, ISSUED, LEFT = range(3)  # times of a call
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,8 @@ class Notes:
     """What the ranks of a case noted by themselves.
 
     Attributes:
-        calls: of each rank, when it entered and left its calls, by name, each of shape (calls, 2),
-            nanoseconds.
+        calls: of each rank, when it entered, issued and left its calls, by name, each of shape
+            (calls, 3), nanoseconds.
         computed_s: CPU time of the work that is the same on all ranks, shape (ranks, steps).
         step_s: time of each step without that in calls, shape (ranks, steps).
     """
@@ -203,8 +204,8 @@ def _own_and_others(values, rank, steps):
 
 def _outside_calls_s(calls, steps):
     """Return the time of each step outside of calls: from one all-reduce to the next."""
-    outside_ns, left_ns = [0], calls[0][2]
-    for name, entered_ns, ended_ns in calls[1:]:
+    outside_ns, left_ns = [0], calls[0][-1]
+    for name, entered_ns, _, ended_ns in calls[1:]:
         outside_ns[-1] += entered_ns - left_ns
         left_ns = ended_ns
         if name == "all_reduce":
@@ -230,34 +231,48 @@ def expected_bytes(case):
 
 
 def waiting_error(case, notes, analysis):
-    """Return by how much the waiting of all ranks is off, as a share; None if there is little."""
-    true_s = true_waiting_s(case, notes)
-    if true_s < LEAST_WAITING_S:
+    """Return by how much the waiting of all ranks is off, as a share; None if there is little.
+
+    To issue a call takes torch, and its recorder, a tenth of a millisecond: the wait begins within
+    that time, and so do calls of the other side.
+    """
+    least_s, most_s = (true_waiting_s(case, notes, most=most) for most in (False, True))
+    if least_s < LEAST_WAITING_S:
         return None
     found_s = sum(float((own["ready_ns"] - own["begin_ns"]).sum()) for own in analysis.waits) / 1e9
-    return found_s / true_s - 1
+    return found_s / min(max(found_s, least_s), most_s) - 1
 
 
-def true_waiting_s(case, notes):
-    """Return the seconds that ranks waited for others, from the times that they noted."""
+def true_waiting_s(case, notes, *, most):
+    """Return the seconds that ranks waited for others, from the times that they noted.
+
+    Args:
+        case: the case.
+        notes: what its ranks noted.
+        most: how long they waited at most: as soon as they entered calls, until others had issued
+            theirs; else at least, from having issued calls until others entered theirs.
+    """
+    begin, comes = (ENTERED, ISSUED) if most else (ISSUED, ENTERED)
     calls = notes.calls
+
+    def until(own, others, *, if_within=False):
+        """Return how long each call waited for the other side; of sends only if it came within."""
+        others_ns = others[:, comes]
+        waited = np.clip(others_ns - own[:, begin], 0, own[:, LEFT] - own[:, begin])
+        return np.where(others_ns <= own[:, LEFT], waited, 0) if if_within else waited
+
     waited_ns = 0
     for name in ("barrier", "all_reduce"):
-        entered = np.array([own[name][:, 0] for own in calls])
-        waited_ns += (entered.max(axis=0) - entered).sum()
+        came_ns = np.array([own[name][:, comes] for own in calls])
+        for own in calls:
+            waited_ns += np.maximum(0, came_ns.max(axis=0) - own[name][:, begin]).sum()
     for rank, own in enumerate(calls):
         previous, following = calls[rank - 1], calls[(rank + 1) % case.ranks]
         if case.blocking:
-            waited_ns += _until(own["recv"], previous["send"][:, 0]).sum()
-            waited_ns += _until(own["send"], following["recv"][:, 0], if_within=True).sum()
+            waited_ns += until(own["recv"], previous["send"]).sum()
+            waited_ns += until(own["send"], following["recv"], if_within=True).sum()
         else:
-            sent = _until(own["wait_all"], previous["isend"][:, 0])
-            taken = _until(own["wait_all"], following["irecv"][:, 0], if_within=True)
+            sent = until(own["wait_all"], previous["isend"])
+            taken = until(own["wait_all"], following["irecv"], if_within=True)
             waited_ns += np.maximum(sent, taken).sum()
     return float(waited_ns) / 1e9
-
-
-def _until(calls, others_ns, *, if_within=False):
-    """Return how long each call waited for the other side; of sends only if that came within."""
-    waited = np.clip(others_ns - calls[:, 0], 0, calls[:, 1] - calls[:, 0])
-    return np.where(others_ns <= calls[:, 1], waited, 0) if if_within else waited

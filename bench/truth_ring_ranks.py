@@ -20,12 +20,13 @@ import zlib
 from multiprocessing.connection import Client
 from pathlib import Path
 
+import truth_ranks
+
 OPEN, READ, WRITE = range(3)  # calls that slow_files.c delays
 BATCH_BYTES = 64 << 10
 BLOCK = bytes(64 << 10)  # a unit of work is its CRC-32
 SUMMED = 2000  # numbers in the all-reduce
 TAG = 5
-CHANNEL = struct.Struct("<d")  # a message to a helper (truth_ranks.py): seconds
 
 
 def work(units):
@@ -53,6 +54,7 @@ class MpiCalls:
     """Calls of mpi4py."""
 
     sends_at_once = True  # a send of so few bytes is over before it is received
+    issued_ns = 0  # a call is issued as it is entered
 
     def __init__(self, out, received, previous, following):
         from mpi4py import MPI
@@ -89,7 +91,12 @@ class MpiCalls:
 
 
 class GlooCalls:
-    """Calls of torch.distributed on gloo."""
+    """Calls of torch.distributed on gloo; where one blocks, it is waited for at once.
+
+    Attributes:
+        issued_ns: when the last call that blocks had been issued: what it took before, it took
+            torch, and the recorder, to do that.
+    """
 
     sends_at_once = False  # a send is over when the other side receives
 
@@ -104,13 +111,18 @@ class GlooCalls:
         self.received = torch.frombuffer(received, dtype=torch.uint8)
         self.total = torch.ones(SUMMED, dtype=torch.float64)
         self.previous, self.following = previous, following
+        self.issued_ns = 0
         self.end_step = paceline.step
 
+    def _wait(self, request):
+        self.issued_ns = time.monotonic_ns()
+        request.wait()
+
     def send(self):
-        self.distributed.send(self.out, self.following, tag=TAG)
+        self._wait(self.isend())
 
     def recv(self):
-        self.distributed.recv(self.received, self.previous, tag=TAG)
+        self._wait(self.irecv())
 
     def isend(self):
         return self.distributed.isend(self.out, self.following, tag=TAG)
@@ -123,10 +135,10 @@ class GlooCalls:
             request.wait()
 
     def all_reduce(self):
-        self.distributed.all_reduce(self.total.fill_(1.0))
+        self._wait(self.distributed.all_reduce(self.total.fill_(1.0), async_op=True))
 
     def barrier(self):
-        self.distributed.barrier()
+        self._wait(self.distributed.barrier(async_op=True))
 
 
 class Rank:
@@ -134,7 +146,7 @@ class Rank:
 
     def __init__(self, plan, calls, rank, size):
         self.plan, self.rank = plan, rank
-        self.noted = []  # (call, entered, left)
+        self.noted = []  # (call, entered, issued, left)
         self.computed_ns = []  # CPU time by step of the work that is the same on all ranks
         previous, following = (rank - 1) % size, (rank + 1) % size
         out, received = bytearray(message_bytes(rank)), bytearray(message_bytes(previous))
@@ -164,14 +176,16 @@ class Rank:
     def timed(self, call, function, *arguments):
         begin_ns = time.monotonic_ns()
         result = function(*arguments)
-        self.noted.append((call, begin_ns, time.monotonic_ns()))
+        left_ns = time.monotonic_ns()
+        issued_ns = left_ns if call in ("isend", "irecv") else max(begin_ns, self.calls.issued_ns)
+        self.noted.append((call, begin_ns, issued_ns, left_ns))
         return result
 
     def step(self, seconds):
         plan = self.plan
         self.computed_ns.append(0)
         if seconds and self.pattern == "hog":
-            self.helper.send_bytes(CHANNEL.pack(seconds))
+            self.helper.send_bytes(truth_ranks.CHANNEL.pack(seconds))
         self.read_batch(seconds)
         units = plan["units"]
         self.compute(units - units // 3)
@@ -179,7 +193,7 @@ class Rank:
         if seconds and self.pattern == "late sender":
             work(round(seconds / plan["unit_s"]))
         if seconds and self.pattern == "stopped":
-            self.helper.send_bytes(CHANNEL.pack(seconds))
+            self.helper.send_bytes(truth_ranks.CHANNEL.pack(seconds))
             self.helper.recv_bytes()  # a stop while the rank waits would cost nothing
         self.exchange()
         self.compute(units // 3)
@@ -220,6 +234,13 @@ class Rank:
         self.timed("wait_all", calls.wait_all, requests)
 
 
+def take_cores(plan, rank):
+    """Bind this thread, and those that it starts, to the rank's cores."""
+    os.sched_setaffinity(0, plan["cores"][rank])
+    if plan["pattern"] == "hog":
+        truth_ranks.leave_other_programs(truth_ranks.RANK_PRIORITY)
+
+
 def run_on_gloo(plan, rank):
     """Be a rank on torch/gloo, recorded; ends the process."""
     import torch
@@ -231,7 +252,7 @@ def run_on_gloo(plan, rank):
 
     folder, size = Path(plan["folder"]), len(plan["cores"])
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    os.sched_setaffinity(0, plan["cores"][rank])
+    take_cores(plan, rank)
     torch.set_num_threads(1)
     recorder = Recorder(str(folder / "trace" / trace_name(rank)), rank, size)
     collector = TorchCollector(recorder)
@@ -253,7 +274,7 @@ def main():
 
     plan = json.loads(Path(sys.argv[1]).read_text())
     rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-    os.sched_setaffinity(0, plan["cores"][rank])
+    take_cores(plan, rank)
     Rank(plan, MpiCalls, rank, size).run()
 
 
