@@ -8,17 +8,18 @@
     stopped       a rank is stopped and continued (SIGSTOP)
     checkpoint    every few steps a rank writes a file
 
-The step grows by 20 to 100 %, for all of the run or for the middle of it. Half of the programs send
-and receive by calls that block, half by requests that they wait for; half of those on MPI mark
-their steps by MPI_Pcontrol, all on torch by `paceline.step`. `truth_ring_runs.py` starts them.
+The step grows by 20 to 100 %, for all of the run or for the middle of it. Beside a hog the ranks
+are scheduled in real time, as the hog is: else the kernel moves other programs of a busy machine to
+the other rank's core, and that rank is late. Half of the programs send and receive by calls that
+block, half by requests that they wait for; half of those on MPI mark their steps by MPI_Pcontrol,
+all on torch by `paceline.step`. `truth_ring_runs.py` starts them.
 
 From what the ranks note by themselves follows what really happened, whatever else the machine did:
 
 - how long each rank waited in its calls: by MPI's rules, and by what the guide of wait states says
   of a send that is over before its receiver comes;
-- by how much the culprit was late. A pattern that slowed it by less than 20 % (of other ranks' step
-  without waiting) is no case: where other programs take the other rank's core as often, a hog does
-  not make a rank late. Such cases are counted apart;
+- by how much the culprit was late. One that was slowed by less than 20 % (of other ranks' step
+  without waiting), since other programs slowed the others, is no case, and counted apart;
 - whether the core of a rank was slower: it needed more CPU time for the work that is the same on
   all ranks. A ring program has no work of which an analysis could know that, so that a clean run
   whose rank was late by that is no false accusation. Such runs are counted apart as well.
@@ -130,7 +131,7 @@ def judge_ring(case, folder):
     found = [late.to_json() for late in stragglers]
     row = {**asdict(case), "steps": analysis.steps, "rule": analysis.step_rule, "found": found}
     row["bytes_right"] = bytes_by_pair(analysis) == expected_bytes(case)
-    row["waiting_error"] = waiting_error(case, notes, analysis)
+    row["waiting_error"], row["waiting_known_within"] = waiting_error(case, notes, analysis)
     if case.culprit is None:
         # As in truth.py, a core that is slower, or that another program takes, is no accusation.
         accused = [late for late in stragglers if late.cause not in ("slow_core", "not_running")]
@@ -231,16 +232,16 @@ def expected_bytes(case):
 
 
 def waiting_error(case, notes, analysis):
-    """Return by how much the waiting of all ranks is off, as a share; None if there is little.
+    """Return by how much the waiting of all ranks is off, and how far it is known, as shares.
 
     To issue a call takes torch, and its recorder, a tenth of a millisecond: the wait begins within
-    that time, and so do calls of the other side.
+    that time, and so do calls of the other side. None if there was little waiting.
     """
     least_s, most_s = (true_waiting_s(case, notes, most=most) for most in (False, True))
     if least_s < LEAST_WAITING_S:
-        return None
+        return None, None
     found_s = sum(float((own["ready_ns"] - own["begin_ns"]).sum()) for own in analysis.waits) / 1e9
-    return found_s / min(max(found_s, least_s), most_s) - 1
+    return found_s / min(max(found_s, least_s), most_s) - 1, 1 - least_s / most_s
 
 
 def true_waiting_s(case, notes, *, most):

@@ -28,8 +28,9 @@ def test_planted_culprits_are_named_and_a_clean_run_accuses_nobody(root):
 
 
 @pytest.mark.campaign("e2e")
-def test_planted_patterns_of_mpi_programs_are_named(root):
-    result = run_truth(root, "--quick", "--framework", "mpi")
+@pytest.mark.parametrize("framework", ["mpi", "gloo"])
+def test_planted_patterns_of_ring_programs_are_named(root, framework):
+    result = run_truth(root, "--quick", "--framework", framework)
     planted = [row for row in result["rows"] if row["culprit"] is not None]
     assert {row["pattern"] for row in planted} >= {"late sender", "slow disk", "hog", "checkpoint"}
     assert sum(row["cause_right"] for row in planted) >= len(planted) - 1
@@ -49,3 +50,11 @@ def test_a_slow_disk_of_an_mpi_program_is_named(root, tmp_path):
     kept.write_text(json.dumps({**row, "kept": True}))
     (again,) = run_truth(root, *options)["rows"]
     assert again == {**row, "kept": True}  # it has been run, and is not run again
+
+
+def test_a_late_sender_of_a_program_on_gloo_is_named(root):
+    (row,) = run_truth(root, "--framework", "gloo", "--cases", "7")["rows"]
+    assert (row["pattern"], row["blocking"]) == ("late sender", True)
+    assert row["cause_right"], row["found"]
+    assert row["state_right"]
+    assert row["bytes_right"]
