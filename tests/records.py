@@ -62,6 +62,7 @@ VALUES = {
         "biases": False,
     },
     "DeviceOptions": {"kind": "silos", "sample_ms": 1.5, "queue_s": 120.0},
+    "ForecastSettings": {"window_steps": 30, "most_share": 2.0, "tail": "pareto", "seed": 7},
     "Injection": {"rank": 1, "late_ms": 20.0, "cause": "compute"},
     "PackOptions": {},
     "LoaderOptions": {},

@@ -113,6 +113,14 @@ EXPORTS = {
     "launch.startup": [],
     "launch.rendezvous": [],
     "perf": ["choose_buckets", "divide", "estimate"],
+    "perf.imbalance": [
+        "BusyParts",
+        "ForecastSettings",
+        "REMEDIES",
+        "RemedyForecast",
+        "busy_parts",
+        "forecast_remedies",
+    ],
     "perf.planner": ["PlanSearch", "SearchSpace", "search_plans"],
     "perf.simulator": [
         "Disturbances",
