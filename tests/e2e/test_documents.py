@@ -52,6 +52,7 @@ def test_every_page_can_be_found_from_the_readme():
         *("tutorial/late-rank.md", "guides/trust.md", "guides/predict.md", "guides/scale.md"),
         *("guides/load.md", "guides/node-reader.md", "guides/start.md", "guides/collectives.md"),
         "guides/wait-states.md",
+        "guides/remedies.md",
         "guides/export.md",
         "guides/data-parallel.md",
         "guides/pipeline.md",

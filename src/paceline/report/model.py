@@ -34,6 +34,7 @@ from paceline.report.out_of_core import (
     spilling_words,
 )
 from paceline.report.pipeline import Bubble, bubble_of, pipeline_words
+from paceline.report.remedies import NO_ANSWER, RemedyAnswer, advised_forecast, ask_remedies
 from paceline.report.unfinished import unfinished_words
 from paceline.report.words import (
     STEP_RULES,
@@ -67,6 +68,8 @@ from paceline.trace.merge.steps import StepRule
 
 if TYPE_CHECKING:
     from paceline.core.plan import CollectivesChoice
+    from paceline.report.advice.facts import Facts
+    from paceline.report.remedies import RemedyQuestion
     from paceline.trace.analysis import Analysis
 
 FILES_MAX = 50  # files in JSON: trace stats has them all
@@ -108,6 +111,7 @@ class Report:
         efficiency: what the ranks waited for, and what would make steps shorter; None where it was
             not asked for, of one rank, and where no steps were recorded by all ranks.
         strips: what each rank did when; None where it was not asked for, or without steps.
+        remedies: what remedies against imbalance would bring, and what the run's settings brought.
     """
 
     run: Path
@@ -138,6 +142,7 @@ class Report:
     efficiency: RunEfficiency | None = None
     strips: PhaseStrips | None = None
     files: tuple[FileUse, ...] = ()
+    remedies: RemedyAnswer = NO_ANSWER
 
     @property
     def words(self) -> str:
@@ -194,16 +199,18 @@ class Report:
         return max(rank.status.peak_memory_bytes for rank in self.trace.ranks)
 
 
-def gather(run: Path, *, in_detail: bool = False) -> Report:
+def gather(run: Path, *, in_detail: bool = False, question: RemedyQuestion | None = None) -> Report:
     """Return the report of the run in folder `run`, or of the demo's run in the demo's folder.
 
     Args:
         run: the folder.
         in_detail: whether to find `Report.efficiency` and `Report.strips` too, which takes twice as
-            long as the rest.
+            long as the rest, and a forecast of remedies.
+        question: what to say of remedies; None: nothing, or with `in_detail` the usual forecast.
 
     Raises:
-        NotFound: there is no run, or it recorded nothing.
+        NotFound: there is no run, or it recorded nothing, or too little for the question.
+        UsageError: the question is about fewer ranks than the run had.
         CorruptTrace: a trace is damaged; the rank is named.
         CorruptData: another of the run's files cannot be understood.
     """
@@ -297,8 +304,22 @@ def gather(run: Path, *, in_detail: bool = False) -> Report:
         data=data,
         efficiency=_efficiency(analysis) if in_detail else None,
         strips=phase_strips(analysis) if in_detail else None,
+        remedies=_remedies(analysis, facts, config, question, in_detail=in_detail),
         files=analysis.files,
     )
+
+
+def _remedies(
+    analysis: Analysis,
+    facts: Facts,
+    config: dict[str, Any],
+    question: RemedyQuestion | None,
+    *,
+    in_detail: bool,
+) -> RemedyAnswer:
+    if question is not None:
+        return ask_remedies(analysis, facts, config, question)
+    return RemedyAnswer(advised_forecast(analysis, facts)) if in_detail else NO_ANSWER
 
 
 def _efficiency(analysis: Analysis) -> RunEfficiency | None:
@@ -402,6 +423,8 @@ def to_json(report: Report) -> dict[str, Any]:
         "spilling": _plain(report.spilling),
         "data": _plain(report.data),
         "efficiency": _plain(report.efficiency),
+        "remedies": _plain(report.remedies.forecast),
+        "remedy_outcome": _plain(report.remedies.outcome),
         "files": [_plain(use) for use in report.files[:FILES_MAX]],
         "stragglers": [_plain(straggler) for straggler in report.stragglers],
         "shifts": [_plain(shift) for shift in report.shifts],

@@ -21,6 +21,7 @@ from paceline.report.fitting_table import FittingTable
 from paceline.report.memory_fit import render_memory_fit, render_stage_fits
 from paceline.report.model import modelled_s
 from paceline.report.pipeline import cause_rows, rank_rows, transfer_words
+from paceline.report.remedies import render_gains
 from paceline.report.stages import render_candidates, render_stages
 from paceline.report.units import (
     format_bytes,
@@ -86,6 +87,8 @@ def render_terminal(report: Report) -> Group:
     if report.traffic:
         parts += [Text(), _traffic(report.traffic, report)]
     parts += _data_nodes(report)
+    if report.remedies.forecast is not None:
+        parts += [Text(), render_gains(*report.remedies)]
     return Group(*parts)
 
 

@@ -40,6 +40,8 @@ WARM_UP_STEPS = 10  # at most a third of the steps
 LEAST_STEPS = 16  # after the warm-up, for a forecast
 _COMMUNICATES = [PHASES.index(name) for name in ("waiting", "transfer")]
 _SHARABLE = [PHASES.index(name) for name in ("input", "copy", "forward", "backward")]
+_PASSES = [PHASES.index(name) for name in ("forward", "backward")]
+_OTHER = PHASES.index("other")
 _LATE_SHARE = 0.05  # of a median step, by which every k-th step must be longer
 
 
@@ -49,7 +51,8 @@ class BusyParts:
 
     Attributes:
         busy_s: until the rank only waits or communicates, shape (ranks, steps).
-        sharable_s: part of it that grows with the number of samples, shaped as `busy_s`.
+        sharable_s: part of it that grows with the number of samples, shaped as `busy_s`; what no
+            phase names is in it only if the traces name no passes of a model.
         no_core_s: part of it in which the main thread was runnable without a core, shaped as
             `busy_s`; None if the traces do not say.
         free_s: time in which the rank waits or communicates, shaped as `busy_s`.
@@ -115,8 +118,16 @@ def busy_parts(
             their own, which traces do not count; None if not known.
 
     Raises:
-        NotFound: the run has too few steps that all ranks recorded.
+        NotFound: the run has too few steps that all ranks recorded, or its ranks do not all wait
+            for the slowest of them.
     """
+    if analysis.pipeline is not None or not analysis.matches.synchronising().any():
+        stages = "its model is in stages, which wait for each other in turn"
+        raise NotFound(
+            "the ranks do not all wait for the slowest of them in a step",
+            why=stages if analysis.pipeline is not None else "no collective joins them",
+            fix="Record ranks that divide batches, such as those of DistributedDataParallel",
+        )
     return parts_of_run(
         analysis.phases,
         analysis.counters,
@@ -151,6 +162,7 @@ def parts_of_run(
     seconds = np.array([rank.seconds[kept] for rank in phases])
     free_s = seconds[:, :, _COMMUNICATES].sum(axis=2)
     busy_s = np.maximum(0.0, train_s - free_s)
+    sharable = _SHARABLE if seconds[:, :, _PASSES].any() else [*_SHARABLE, _OTHER]
     known = all(rank.known for rank in counters)
     no_core_s = np.array([rank.not_running_s[kept] for rank in counters]) if known else None
     ran_s = np.array([rank.running_s[kept].mean() for rank in phases])
@@ -158,7 +170,7 @@ def parts_of_run(
     step_s = float(train_s.mean())
     return BusyParts(
         busy_s=busy_s,
-        sharable_s=np.minimum(busy_s, seconds[:, :, _SHARABLE].sum(axis=2)),
+        sharable_s=np.minimum(busy_s, seconds[:, :, sharable].sum(axis=2)),
         no_core_s=None if no_core_s is None else np.minimum(no_core_s, busy_s),
         free_s=free_s,
         nodes=numbers,
