@@ -146,6 +146,10 @@ void descriptor_opened(int descriptor, unsigned file) {
 
 void descriptor_closed(int descriptor) { descriptor_opened(descriptor, 0); }
 
+static _Thread_local uint64_t fetch_ns;
+
+__attribute__((visibility("default"))) uint64_t paceline_io_fetch_ns(void) { return fetch_ns; }
+
 Use use_begins(unsigned file) {
   if (file == 0) return (Use){0, 0};
   Row* row = &rows[file];
@@ -168,6 +172,7 @@ void use_ends(Use use, IoOperation operation, ssize_t bytes) {
   atomic_fetch_add_explicit(&row->count[operation], 1, memory_order_relaxed);
   atomic_fetch_add_explicit(&row->ns[operation], end_ns - use.begin_ns, memory_order_relaxed);
   if (moved != 0) atomic_fetch_add_explicit(&row->bytes[operation], moved, memory_order_relaxed);
+  if (operation <= IO_READ || operation == IO_MAP) fetch_ns += end_ns - use.begin_ns;
   void (*const sink)(const IoCall*) = atomic_load_explicit(&attached, memory_order_acquire);
   if (sink != NULL && end_ns - use.begin_ns >= atomic_load_explicit(&long_ns, memory_order_relaxed)) {
     sink(&(IoCall){operation, row->path, use.begin_ns, end_ns, moved});

@@ -3,6 +3,7 @@
 Run under another version of torch by scripts/torch-conformance.
 """
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -66,6 +67,43 @@ def test_capability_loader_iterator(monkeypatch, workers):
     loader = DataLoader(list(range(4)), batch_size=2, num_workers=workers)
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
     assert len(calls) == 3
+
+
+def test_capability_worker_loop(monkeypatch):
+    """Workers run one function, found by its name when they are started, and fetch by one method.
+
+    The function's arguments are known by their places, and a batch is put into the queue with its
+    number, which the loop counts as well.
+    """
+    original, names = internals.worker_loop(), internals.worker_arguments(internals.worker_loop())
+    made = multiprocessing.get_context("fork").SimpleQueue()
+
+    class Queue:
+        def __init__(self, queue):
+            self.queue = queue
+
+        def put(self, item):
+            made.put((item[0], len(item[1])))
+            self.queue.put(item)
+
+        def __getattr__(self, name):
+            return getattr(self.queue, name)
+
+    def noted(*args):
+        args = list(args)
+        assert args[names["worker_id"]] == 0
+        args[names["data_queue"]] = Queue(args[names["data_queue"]])
+        original(*args)
+
+    monkeypatch.setattr(internals.worker_module(), internals.WORKER_LOOP, noted)
+    for fetcher in internals.fetchers():
+        assert callable(vars(fetcher)["fetch"])
+    context = {"num_workers": 1, "multiprocessing_context": "fork"}
+    iterator = iter(DataLoader(list(range(4)), batch_size=2, **context))
+    fetched = [(internals.delivered_number(iterator), batch.tolist()) for batch in iterator]
+    assert fetched == [(0, [0, 1]), (1, [2, 3])]
+    assert [made.get(), made.get()] == [(0, 2), (1, 2)]
+    assert internals.delivered_number(iter(DataLoader([1]))) is None
 
 
 def _optimizer(step=None):

@@ -1,5 +1,5 @@
 /* What the library that sees the calls for files (native/io) gives to the recorder of its process. Found by
-   dlsym: a process without the preloaded library has neither function.
+   dlsym: a process without the preloaded library has none of these functions.
 
        program --read(3, ...)--> native/io --> the C library
                                     |  counts it in the file's row
@@ -48,6 +48,8 @@ typedef struct {
 void paceline_io_attach(void (*sink)(const IoCall* call), uint64_t least_ns);
 /* Calls `each` for every file. */
 void paceline_io_files(void (*each)(const IoFile* file, void* context), void* context);
+/* Time that the calling thread has spent in calls that fetch: open, stat, list, read, map. */
+uint64_t paceline_io_fetch_ns(void);
 
 #ifdef __cplusplus
 }

@@ -26,6 +26,7 @@ from paceline.report.compare import Comparison, compare
 from paceline.report.data_nodes import DataUse, data_use, data_words
 from paceline.report.delays import cut_words, shift_words
 from paceline.report.files import file_words
+from paceline.report.loader import loader_words
 from paceline.report.out_of_core import (
     PlannedStep,
     Spilling,
@@ -52,6 +53,7 @@ from paceline.trace.analysis.blame import Straggler
 from paceline.trace.analysis.communication import Traffic
 from paceline.trace.analysis.files import FileUse
 from paceline.trace.analysis.host import HostTime
+from paceline.trace.analysis.loader import LoaderCeiling
 from paceline.trace.analysis.nans import NanValue
 from paceline.trace.analysis.phases import RankPhases, step_time_s
 from paceline.trace.analysis.pipeline import PipelineUse
@@ -112,6 +114,7 @@ class Report:
             not asked for, of one rank, and where no steps were recorded by all ranks.
         strips: what each rank did when; None where it was not asked for, or without steps.
         remedies: what remedies against imbalance would bring, and what the run's settings brought.
+        loader: what limits the loader, and what that costs; None if no loader was seen.
     """
 
     run: Path
@@ -143,6 +146,7 @@ class Report:
     strips: PhaseStrips | None = None
     files: tuple[FileUse, ...] = ()
     remedies: RemedyAnswer = NO_ANSWER
+    loader: LoaderCeiling | None = None
 
     @property
     def words(self) -> str:
@@ -269,6 +273,7 @@ def gather(run: Path, *, in_detail: bool = False, question: RemedyQuestion | Non
     data = data_use(folder, mean_of(analysis.phases), trace.world_size, workers)
     sentences = [
         *(hung, nan_words(analysis.nan), words, file_words(trace, stragglers)),
+        loader_words(analysis.loader),
         shift_words(analysis.shifts),
         *(spilling_words(spilled), disk_words(result), data_words(data), *gaps, rule),
     ]
@@ -306,6 +311,7 @@ def gather(run: Path, *, in_detail: bool = False, question: RemedyQuestion | Non
         strips=phase_strips(analysis) if in_detail else None,
         remedies=_remedies(analysis, facts, config, question, in_detail=in_detail),
         files=analysis.files,
+        loader=analysis.loader,
     )
 
 
@@ -415,6 +421,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "cautions": list(report.cautions),
         "advice": [_plain(advice) for advice in report.advice],
         "loader_stages_s": dict(report.loader_stages_s),
+        "loader": _plain(report.loader),
         "host_work": [_plain(work) for work in report.host_work],
         "step_rule": report.trace.step_rule,
         "nan": _plain(report.nan),

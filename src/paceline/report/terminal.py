@@ -18,6 +18,8 @@ from paceline.report.compare import shown_cells, shown_phases
 from paceline.report.data_nodes import node_rows
 from paceline.report.files import HEADS, file_rows, shown_files
 from paceline.report.fitting_table import FittingTable
+from paceline.report.loader import HEADS as LOADER_HEADS
+from paceline.report.loader import loader_rows
 from paceline.report.memory_fit import render_memory_fit, render_stage_fits
 from paceline.report.model import modelled_s
 from paceline.report.pipeline import cause_rows, rank_rows, transfer_words
@@ -39,7 +41,7 @@ from paceline.report.units import (
 from paceline.report.words import gap_words, path_words, phase_label, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from rich.console import RenderableType
 
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from paceline.trace.analysis.communication import Traffic
     from paceline.trace.analysis.files import FileUse
     from paceline.trace.analysis.host import HostTime
+    from paceline.trace.analysis.loader import LoaderCeiling
     from paceline.trace.analysis.stats import TraceStats
     from paceline.trace.merge.matches import Mismatch
 
@@ -86,6 +89,7 @@ def render_terminal(report: Report) -> Group:
         parts += [Text(), Text(f"not compared: {report.comparison.not_compared}", style="yellow")]
     if report.traffic:
         parts += [Text(), _traffic(report.traffic, report)]
+    parts += _loader(report.loader)
     parts += _data_nodes(report)
     if report.remedies.forecast is not None:
         parts += [Text(), render_gains(*report.remedies)]
@@ -116,8 +120,7 @@ def render_details(report: Report) -> Group:
         parts += [Text(), _phases(report)]
     parts += _pipeline(report)
     parts += _data_nodes(report)
-    if report.loader_stages_s:
-        parts += [Text(), _loader_stages(report.loader_stages_s, len(report.rank_phases))]
+    parts += _loader(report.loader)
     parts += _host_work(report.host_work, report.total.total_s, len(report.rank_phases))
     return Group(*parts, *_files(report.files))
 
@@ -159,6 +162,7 @@ def render_stats(stats: TraceStats) -> Group:
     parts += _host_work(mean_times(times_by_rank), loop_s, len(stats.ranks))
     if stats.traffic:
         parts += [Text(), _traffic(stats.traffic)]
+    parts += _loader(stats.loader)
     parts += _files(stats.files)
     untimed = sum(line.untimed_count for line in stats.traffic)
     for sentence in gap_words(untimed, stats.mismatch_count, stats.violations):
@@ -331,13 +335,11 @@ def _data_nodes(report: Report) -> list[RenderableType]:
     return [Text(), FittingTable(heads=tuple(heads), rows=shown, names=2)]
 
 
-def _loader_stages(stages_s: Mapping[str, float], ranks: int) -> FittingTable:
-    total_s = sum(stages_s.values())
-    rows = [
-        [format_seconds(spent_s), format_share(spent_s / total_s)] for spent_s in stages_s.values()
-    ]
-    seconds = "mean over ranks" if ranks > 1 else "seconds"
-    return _table("loader", [seconds, "of its workers"], list(stages_s), rows)
+def _loader(loader: LoaderCeiling | None) -> list[RenderableType]:
+    if loader is None:
+        return []
+    names, rows = loader_rows(loader)
+    return [Text(), _table("loader", LOADER_HEADS, names, rows)]
 
 
 def _host_work(times: Sequence[HostTime], loop_s: float, ranks: int) -> list[RenderableType]:

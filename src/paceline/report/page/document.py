@@ -17,6 +17,7 @@ from paceline.core.files import check_replaceable, commit_text
 from paceline.report.page import (
     data_nodes,
     efficiency,
+    loader,
     memory,
     out_of_core,
     overview,
@@ -78,6 +79,7 @@ def render_html(report: Report) -> str:
             prediction.typical_step(report),
             traffic.collectives(report),
             efficiency.matrix(report),
+            loader.ceilings(report),
             data_nodes.nodes(report),
             memory.peaks(report),
             out_of_core.transfers(report),

@@ -299,7 +299,8 @@ class LoaderIterator:
     """The rest of an epoch, batch by batch. Dropping it stops the threads that work ahead.
 
     Attributes:
-        delivered_bytes: stored bytes of the last batch. The recorder of a run reads both.
+        delivered_bytes: stored bytes of the last batch. The recorder of a run reads all of these.
+        delivered_samples: its samples; 0 at the end.
         delivered_stages: where the time of its worker went.
     """
 
@@ -308,7 +309,7 @@ class LoaderIterator:
         self._ended = self._closed = False
         self._threads: OrderedThreads[BatchTask, Batch] | None = None
         self._processes: Any = None
-        self.delivered_bytes = 0
+        self.delivered_bytes = self.delivered_samples = 0
         self.delivered_stages = StageTimes()
         if loader.options.worker_kind == "thread":
             self._threads = loader.start_threads()
@@ -334,7 +335,8 @@ class LoaderIterator:
                 fix="Start a new iteration over the loader",
             )
         begin_s = time.perf_counter()
-        self.delivered_bytes, self.delivered_stages = 0, StageTimes()
+        self.delivered_bytes = self.delivered_samples = 0
+        self.delivered_stages = StageTimes()
         if self._ended:
             raise StopIteration
         try:
@@ -345,6 +347,7 @@ class LoaderIterator:
             raise
         self._loader.delivered(made, time.perf_counter() - begin_s)
         self.delivered_bytes, self.delivered_stages = made.stored_bytes, made.stages
+        self.delivered_samples = made.sample_count
         return made.content
 
     def close(self, join_s: float = 0.0) -> None:

@@ -15,6 +15,7 @@ from paceline.trace.analysis.blame import BlameRules, Straggler, find_stragglers
 from paceline.trace.analysis.communication import Traffic, traffic
 from paceline.trace.analysis.counters import StepCounters, step_counters
 from paceline.trace.analysis.files import FileUse, file_uses
+from paceline.trace.analysis.loader import LoaderCeiling, loader_ceiling
 from paceline.trace.analysis.nans import NanValue, first_nan
 from paceline.trace.analysis.phases import RankPhases, rank_phases, step_time_s
 from paceline.trace.analysis.pipeline import PipelineUse, pipeline_use
@@ -49,6 +50,7 @@ class Analysis:
         files: what the run did with each file, the longest time first; empty if its calls for files
             were not recorded.
         pipeline: how the ranks of a model in stages spent their batches; None without stages.
+        loader: what limits the loader, and what that costs; None if no loader was seen.
     """
 
     trace: Trace
@@ -63,6 +65,7 @@ class Analysis:
     nan: NanValue | None = None
     files: tuple[FileUse, ...] = ()
     pipeline: PipelineUse | None = None
+    loader: LoaderCeiling | None = None
 
     @property
     def matches(self) -> Matches:
@@ -121,4 +124,5 @@ def analyse(trace: Trace, rules: BlameRules | None = None) -> Analysis:
         nan=first_nan(trace.ranks),
         files=file_uses(trace.ranks),
         pipeline=pipeline_use(trace, waits, phases),
+        loader=loader_ceiling(trace.ranks, phases, steps),
     )

@@ -12,6 +12,7 @@ from paceline.core.record import Record
 from paceline.trace.analysis.communication import Traffic
 from paceline.trace.analysis.files import FileUse
 from paceline.trace.analysis.host import HostTime
+from paceline.trace.analysis.loader import LoaderCeiling
 from paceline.trace.format.events import Kind
 from paceline.trace.merge.matches import Mismatch
 from paceline.trace.merge.timing import Violations
@@ -65,6 +66,7 @@ class TraceStats(Record):
         step_rule: what ends a step, by a value of `merge.steps.StepRule`.
         violations: what contradicted causality after the correction of clocks, and was repaired.
         files: what the run did with each file, the longest time first; empty if not recorded.
+        loader: what limits the loader, and what that costs; None if no loader was seen.
     """
 
     world_size: int
@@ -75,6 +77,7 @@ class TraceStats(Record):
     step_rule: str = ""
     violations: Violations = field(default_factory=Violations)
     files: tuple[FileUse, ...] = ()
+    loader: LoaderCeiling | None = None
 
 
 def summarize_trace(analysis: Analysis) -> TraceStats:
@@ -107,4 +110,5 @@ def summarize_trace(analysis: Analysis) -> TraceStats:
         step_rule=analysis.step_rule,
         violations=trace.violations,
         files=analysis.files,
+        loader=analysis.loader,
     )

@@ -32,6 +32,7 @@ from paceline.trace.collectors.torch_hooks import Loop, RecordedKind, callback, 
 from paceline.trace.collectors.torch_host import HostRecorder
 from paceline.trace.collectors.torch_in_flight import InFlight
 from paceline.trace.collectors.torch_internals import Capability
+from paceline.trace.collectors.torch_loaders import LoaderRecorder
 from paceline.trace.collectors.torch_marks import StepMarks
 from paceline.trace.collectors.torch_phases import PhaseRecorder
 from paceline.trace.collectors.torch_pipeline import PipelineRecorder
@@ -59,8 +60,10 @@ class TorchCollector:
             self.in_flight, self.hooks, self.collectives.collectives
         )
         self.marks = StepMarks(recorder)
+        self.loaders = LoaderRecorder(recorder, self.hooks)
         self.phases = PhaseRecorder(
-            recorder, self.loop, self.in_flight, self.marks, self.available, self.hooks
+            *(recorder, self.loop, self.in_flight, self.marks, self.available, self.hooks),
+            loader_times=self.loaders,
         )
         self.host = HostRecorder(recorder, self.loop, self.phases)
         self.pipeline = PipelineRecorder(recorder, self.hooks, self.marks)
@@ -72,6 +75,8 @@ class TorchCollector:
         checkpoints = self.phases.recorded(Kind.CHECKPOINT)
         waits = self.phases.recorded(Kind.INPUT)
         RecordedKind("phases of the loop").attempt(self.phases.install)
+        if Capability.WORKER_LOOP in self.available:
+            RecordedKind(Capability.WORKER_LOOP.value).attempt(self.loaders.install)
         RecordedKind("the script's host work by name").attempt(self.host.install)
         RecordedKind("steps that the script marks").attempt(self.hooks.add, self.marks.listen)
         RecordedKind(Capability.OPTIMIZER_HOOKS.value).attempt(self._see_steps)
@@ -135,6 +140,7 @@ class TorchCollector:
         """Record what is still open, and the memory high-water mark of an accelerator."""
         RecordedKind("the end of sampling").attempt(self.sampler.stop)
         RecordedKind("the end of garbage collections").attempt(self.host.close)
+        self.loaders.close()
         RecordedKind("collectives that had not completed").attempt(self.in_flight.close)
         self.collectives.close()
         RecordedKind("the accelerator's peak of memory").attempt(self._note_device_memory)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import logging
 import sys
 import threading
@@ -34,6 +35,7 @@ class Capability(Enum):
     """A thing that recording needs, by what is lost without it."""
 
     LOADER_ITERATOR = "waiting for a DataLoader's batches (it counts as other time)"
+    WORKER_LOOP = "what a DataLoader's workers do for a batch, and with it the loader's ceiling"
     OPTIMIZER_HOOKS = "optimizer steps, and with them where a step ends: no phases per step"
     STEP_CODE = "that an optimizer's step raised: later steps may count as part of it"
     DISPATCHER = "collectives and messages"
@@ -67,6 +69,40 @@ def loader_iterator() -> type:
 
     iterator: type = _BaseDataLoaderIter
     return iterator
+
+
+WORKER_LOOP = "_worker_loop"  # of `worker_module`: what a DataLoader starts its workers on
+
+
+def worker_module() -> Any:
+    """Return the module of what a DataLoader's workers run."""
+    from torch.utils.data._utils import worker
+
+    return worker
+
+
+def worker_loop() -> Callable[..., None]:
+    """Return what torch has a DataLoader's workers run."""
+    loop: Callable[..., None] = vars(worker_module())[WORKER_LOOP]
+    return loop
+
+
+def worker_arguments(loop: Callable[..., None]) -> dict[str, int]:
+    """Return the places of the arguments with which torch starts a worker, by name."""
+    return {name: place for place, name in enumerate(inspect.signature(loop).parameters)}
+
+
+def fetchers() -> tuple[type, ...]:
+    """Return the classes of what fetches a loader's batches, each with a method `fetch`."""
+    from torch.utils.data._utils import fetch
+
+    return fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher  # noqa: SLF001  # no public names
+
+
+def delivered_number(iterator: Any) -> int | None:
+    """Return the number of the batch that a loader's workers delivered last; None without them."""
+    count = getattr(iterator, "_rcvd_idx", None)
+    return count - 1 if isinstance(count, int) else None
 
 
 def hook_optimizer_steps(
@@ -381,6 +417,14 @@ def _check_dispatcher() -> None:
     _ = torch.library.Library, c10d().ProcessGroup.unbox, c10d().Work.unbox
 
 
+def _check_workers() -> None:
+    arguments = worker_arguments(worker_loop())
+    if not {"data_queue", "worker_id"} <= set(arguments):
+        raise AttributeError(f"the loop of a worker takes {', '.join(arguments)}")
+    for fetcher in fetchers():
+        _ = vars(fetcher)["fetch"]
+
+
 def _check_functional_wait() -> None:
     arguments = argument_names(operators("_c10d_functional")["wait_tensor"])
     if len(arguments) != 1:
@@ -404,6 +448,7 @@ def _check_thread_state() -> None:
 
 _CHECKS: dict[Capability, Callable[[], object]] = {
     Capability.LOADER_ITERATOR: lambda: loader_iterator().__next__,  # type: ignore[attr-defined]  # that it is there is checked
+    Capability.WORKER_LOOP: _check_workers,
     Capability.OPTIMIZER_HOOKS: _optimizer_hooks,
     Capability.STEP_CODE: step_code,
     Capability.DISPATCHER: _check_dispatcher,
@@ -452,6 +497,7 @@ def available() -> frozenset[Capability]:
 
 _DISTRIBUTED = frozenset(Capability) - {
     Capability.LOADER_ITERATOR,
+    Capability.WORKER_LOOP,
     Capability.OPTIMIZER_HOOKS,
     Capability.STEP_CODE,
     Capability.ENGINE_CALLBACK,

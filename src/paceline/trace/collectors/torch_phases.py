@@ -21,6 +21,7 @@ from paceline.trace.collectors.torch_internals import Capability
 from paceline.trace.format.events import (
     EVALUATION_MODE,
     IDLE,
+    LOADER_SAMPLES,
     LOADER_STAGES,
     LOADER_WORKERS,
     LOSS,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from paceline.trace.collectors.hook_registry import HookRegistry
     from paceline.trace.collectors.torch_hooks import Arguments, Keywords, Loop
     from paceline.trace.collectors.torch_in_flight import InFlight
+    from paceline.trace.collectors.torch_loaders import LoaderRecorder
     from paceline.trace.collectors.torch_marks import StepMarks
 
 _OPTIMIZER, _HOST = int(Kind.OPTIMIZER), int(Kind.HOST)
@@ -63,6 +65,7 @@ class PhaseRecorder:
         marks: StepMarks,
         available: frozenset[Capability],
         hooks: HookRegistry,
+        loader_times: LoaderRecorder,
     ) -> None:
         self.recorder = recorder
         self.loop = loop
@@ -70,6 +73,7 @@ class PhaseRecorder:
         self.marks = marks
         self.available = available
         self.hooks = hooks
+        self.loader_times = loader_times
         self.modules = ObjectNumbers()
         self.loaders = ObjectNumbers()
         self.kinds: dict[Kind, RecordedKind] = {}
@@ -79,8 +83,8 @@ class PhaseRecorder:
     def install(self) -> None:
         """Put the hooks in place."""
         if Capability.LOADER_ITERATOR in self.available:
-            self._wrap_next(internals.loader_iterator())
-        self._wrap_iter(DataLoader, lambda loader: loader.num_workers)
+            self._wrap_next(internals.loader_iterator(), times=self.loader_times)
+        self._wrap_iter(DataLoader, lambda loader: loader.num_workers, self.loader_times)
         for owner, attribute, label in _UPDATES:
             self.wrap(owner, attribute, Kind.OPTIMIZER, label)
         for attribute in _CLIPPING:
@@ -105,6 +109,7 @@ class PhaseRecorder:
         iterator, recorder, counter = module.LoaderIterator, self.recorder, int(Kind.COUNTER)
         skipped_name, skipped = recorder.intern("loader_skipped_samples"), 0
         stages = [(f"{stage}_s", recorder.intern(name)) for stage, name in LOADER_STAGES.items()]
+        samples_name = recorder.intern(LOADER_SAMPLES)
 
         def delivered(batches: Any) -> int:
             nonlocal skipped
@@ -112,10 +117,13 @@ class PhaseRecorder:
             if batches.skipped_count != skipped:
                 skipped = batches.skipped_count
                 recorder.record(counter, MAIN, skipped_name, now_ns, now_ns, skipped)
+            tag, samples = self.loaders.number_of(batches), batches.delivered_samples
+            if samples:
+                recorder.record(counter, MAIN, samples_name, now_ns, now_ns, samples, tag=tag)
             for attribute, name in stages:
                 spent_ns = int(1e9 * getattr(batches.delivered_stages, attribute))
                 if spent_ns:
-                    recorder.record(counter, MAIN, name, now_ns, now_ns, spent_ns)
+                    recorder.record(counter, MAIN, name, now_ns, now_ns, spent_ns, tag=tag)
             return int(batches.delivered_bytes)
 
         self._wrap_next(iterator, amount=delivered)
@@ -172,12 +180,18 @@ class PhaseRecorder:
         outer, self.loop.phase = self.loop.phase, number
         return OpenPhase(begin_ns, outer, number, tag, flags)
 
-    def _wrap_iter(self, owner: type, worker_count: Callable[[Any], int]) -> None:
+    def _wrap_iter(
+        self,
+        owner: type,
+        worker_count: Callable[[Any], int],
+        times: LoaderRecorder | None = None,
+    ) -> None:
         """Record how long a loader takes to begin an epoch, and number it by its iterators.
 
         Args:
             owner: class of the loader.
             worker_count: returns how many processes or threads load ahead for a loader.
+            times: sees what its workers do.
         """
         recorder, number, name = self.recorder, int(Kind.INPUT), self.recorder.intern("iter")
         workers_name = recorder.intern(LOADER_WORKERS)
@@ -187,18 +201,28 @@ class PhaseRecorder:
                 return None
             self.loss_begin_ns = 0
             now_ns, workers = monotonic_ns(), worker_count(args[0])
-            recorder.record(int(Kind.COUNTER), MAIN, workers_name, now_ns, now_ns, workers)
-            return self._open(number, self.loaders.number_of(args[0]))
+            tag = self.loaders.number_of(args[0])
+            recorder.record(int(Kind.COUNTER), MAIN, workers_name, now_ns, now_ns, workers, tag=tag)
+            if times is not None:
+                times.begins(tag)
+            return self._open(number, tag)
 
         def after(state: OpenPhase, iterator: Any, args: Arguments, _kwargs: Keywords) -> None:
             self.loop.phase = state.outer
+            if times is not None:
+                times.has_begun()
             if iterator is not RAISED:
                 self.loaders.number_of(iterator, same_as=args[0])
             recorder.end(number, name, state.begin_ns, 0, state.outer, state.tag)
 
         self._replace(owner, "__iter__", Kind.INPUT, before, after)
 
-    def _wrap_next(self, owner: type, amount: Callable[..., int] | None = None) -> None:
+    def _wrap_next(
+        self,
+        owner: type,
+        amount: Callable[..., int] | None = None,
+        times: LoaderRecorder | None = None,
+    ) -> None:
         """Record how long the loop waits for each batch, and where steps may end."""
         recorder, number, name = self.recorder, int(Kind.INPUT), self.recorder.intern(NEXT)
 
@@ -208,14 +232,19 @@ class PhaseRecorder:
             self.loss_begin_ns = 0
             if self.loop.phase == IDLE:
                 self.marks.before_batch()
-            return self._open(number, self.loaders.number_of(args[0]))
+            tag = self.loaders.number_of(args[0])
+            if times is not None:
+                times.waits(tag)
+            return self._open(number, tag)
 
         def after(state: OpenPhase, batch: Any, args: Arguments, _kwargs: Keywords) -> None:
             self.loop.phase = state.outer
             if batch is not RAISED:
                 self.marks.delivered(state.tag)
             size = amount(args[0]) if amount else 0
-            recorder.end(number, name, state.begin_ns, size, state.outer, state.tag)
+            end_ns = recorder.end(number, name, state.begin_ns, size, state.outer, state.tag)
+            if times is not None:
+                times.delivered(args[0], state.tag, state.begin_ns, end_ns)
 
         self._replace(owner, "__next__", Kind.INPUT, before, after)
 

@@ -169,9 +169,24 @@ DATA_COUNTERS = {
     "data_sent_bytes": "sent_bytes",
 }
 DATA_QUEUE = "data_queue"  # a counter of the same: requests that waited at the end of the step
-# Counters of each batch of the store's loader: nanoseconds that its worker spent by stage.
+# Counters of each batch of the store's loader, with the loader's number as their tag: nanoseconds
+# that its worker spent by stage, and its samples.
 LOADER_STAGES = {
     stage: f"loader_{stage}_ns" for stage in ("read", "verify", "decode", "transform", "collate")
+}
+LOADER_SAMPLES = "loader_samples"
+# Counters of a DataLoader of torch, with its number as their tag: by how much sums over its workers
+# grew since the last of them. Fetching is all that a data set does for a batch, of which the thread
+# ran on a core for `core`, and spent `files` in calls for files, where these are recorded; handing
+# over lasts from the end of a worker's batch, or of the loop's own work, until the loop has it.
+DATALOADER_COUNTERS = {
+    "batches": "dataloader_batches",
+    "samples": "dataloader_samples",
+    "fetch": "dataloader_fetch_ns",
+    "core": "dataloader_fetch_core_ns",
+    "files": "dataloader_fetch_files_ns",
+    "collate": "dataloader_collate_ns",
+    "hand_over": "dataloader_hand_over_ns",
 }
 # Calls for files. Long ones are events of these names: write, sync and close are WRITE, the others
 # READ. At the end of the run each file has counters with its path as their tag: "io_read" counts
