@@ -88,5 +88,5 @@ def test_why_says_that_decoding_takes_the_loader_s_time(tmp_path):
     assert advice["evidence"].startswith(f"Decode takes {share} % of the loader's time (")
     shown = paceline(tmp_path, "why", "RUN", "--verbose").out
     assert advice["evidence"] in shown
-    table = shown[shown.index("of its workers") :]
+    table = shown[shown.index("of a batch") : shown.index("all stages")]
     assert all(stage in table for stage in stages_s)

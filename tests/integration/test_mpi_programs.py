@@ -29,6 +29,20 @@ OPEN_MPI = {
     for suffix in ("", "_CONFIRM")
 } | {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
 campaign = pytest.mark.campaign("mpi")
+# Rank 1 leaves while rank 0 waits for it.
+LEAVES = """
+#include <mpi.h>
+#include <stdlib.h>
+int main(int argc, char** argv) {
+  int rank;
+  MPI_Init(&argc, &argv);
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  MPI_Barrier(MPI_COMM_WORLD);
+  if (rank == 1) exit(3);
+  MPI_Barrier(MPI_COMM_WORLD);
+  return MPI_Finalize();
+}
+"""
 
 
 def open_mpi():
@@ -111,6 +125,54 @@ def test_a_ring_of_an_mpi_program_is_recorded_exactly(tmp_path):
     assert (result.exit_code, result.world_size, len(result.ranks)) == (0, 2, 2)
     assert not any(rank.dropped_count for rank in result.ranks)
     done.assert_nothing_left()
+
+
+def test_ranks_of_the_users_own_mpirun_are_recorded_exactly(tmp_path):
+    """Each task starts one rank, which finds the others as if mpirun had started it directly."""
+    program = build(tmp_path, "ring.c")
+    mpirun = (BIN / "mpirun", "-n", "2")
+    done = paceline(tmp_path, "run", "--out", "RUN", "--", program, 12, prefix=mpirun)
+    assert done.code == 0, done.err
+    check_ring(load_run(tmp_path / "RUN"), 2, 12)
+    result = RunFolder(tmp_path / "RUN").read_result()
+    assert (result.exit_code, result.world_size, len(result.ranks)) == (0, 2, 2)
+    assert "is not a Python script" not in done.err
+    done.assert_nothing_left()
+
+
+@campaign
+def test_four_ranks_of_the_users_own_mpirun(tmp_path, mpi):
+    program = build(tmp_path, "ring.c", mpi)
+    mpirun = (mpi / "mpirun", "-n", "4")
+    words = ("run", "--out", "RUN", "--", program, 12)
+    done = paceline(tmp_path, *words, prefix=mpirun, env=OPEN_MPI)
+    assert done.code == 0, done.err
+    check_ring(load_run(tmp_path / "RUN"), 4, 12)
+    done.assert_nothing_left()
+
+
+@campaign
+@pytest.mark.parametrize("flags", [("--mpi",), ()])
+def test_a_script_with_mpi4py_within_the_users_own_mpirun(tmp_path, flags):
+    """Without --mpi its ranks form one world, too, but the recorder is torch's."""
+    words = ("run", *flags, "--out", "RUN", "--", PROGRAMS / "messages.py")
+    done = paceline(tmp_path, *words, prefix=(BIN / "mpirun", "-n", "2"))
+    assert done.code == 0, done.err
+    assert done.out.startswith("sum 1.0\n")
+    sent = bytes_by_pair(load_run(tmp_path / "RUN"), tag=7)
+    assert sent == ({(0, 1): 8 * 10, (1, 0): 16 * 10} if flags else {})
+
+
+@campaign
+def test_a_rank_that_fails_within_the_users_own_mpirun_is_named(tmp_path, mpi):
+    (tmp_path / "leaves.c").write_text(LEAVES)
+    command = [mpi / "mpicc", tmp_path / "leaves.c", "-o", tmp_path / "leaves"]
+    subprocess.run(command, check=True, timeout=60)
+    words = ("run", "--out", "RUN", "--", tmp_path / "leaves")
+    done = paceline(tmp_path, *words, prefix=(mpi / "mpirun", "-n", "2"), env=OPEN_MPI)
+    assert done.code == 1, done.err
+    failure = RunFolder(tmp_path / "RUN").read_result().failure
+    assert (failure.rank, failure.error) == (1, "exit code 3")
 
 
 def test_an_mpi_that_is_not_known_is_refused(tmp_path):

@@ -25,6 +25,7 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
   two nodes:  paceline run --nnodes 2 --node-rank 0 --rdzv-endpoint node0 train.py
   torchrun:   paceline record -- torchrun --nproc-per-node 2 train.py
   MPI:        paceline run --mpi -n 4 -- ./program
+              mpirun -n 4 paceline run -- ./program
 """,
 )
 @click.option("-n", "--ranks", type=int, help="Ranks on each node [default: 1].")
@@ -160,7 +161,7 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
     is_flag=True,
     help="SCRIPT uses MPI (C, Fortran, mpi4py): its own mpirun starts it, and its calls are "
     "recorded; of the other options only -n, -m, --out, --machine, --record-io, --hang-timeout and "
-    "--json are for it.",
+    "--json are for it. Within an mpirun each task becomes a rank: only scripts need it there.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 @click.option(
@@ -262,12 +263,12 @@ def run(
         "hang_timeout_s": parse_seconds(hang_timeout) if hang_timeout else None,
     }
     program = find_program(script, is_module=module)
-    if mpi:
+    if mpi and not _is_mpi_rank():
         _run_mpi(program, args, flags, out, machine, plan_path, as_json=as_json, dry_run=dry_run)
         return
     resolved = resolve(RunConfig, flags=flags)
     plan = load_plan_file(plan_path) if plan_path is not None else None
-    job = prepare(program, args, resolved, out, clock, plan=plan, machine=machine)
+    job = prepare(program, args, resolved, out, clock, plan=plan, machine=machine, mpi=mpi)
     warn(job.warnings)
     described = known_machine(machine)
     if plan is not None and plan.estimate is not None:
@@ -290,6 +291,17 @@ def run(
     if job.resolved.config.record:
         warn(recording_warnings(job.run_folder))
     print_result(result, job.run_folder, as_json=as_json, recorded=bool(result.ranks))
+
+
+def _is_mpi_rank() -> bool:
+    """Return whether Slurm or an mpirun of the user's has started this launcher as a task.
+
+    Then the program is started as that task, and otherwise by the mpirun of its own MPI.
+    """
+    from paceline.core.config import environment
+    from paceline.launch.task_placement import detect
+
+    return detect(environment()) is not None
 
 
 def _run_mpi(

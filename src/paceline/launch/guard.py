@@ -21,6 +21,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from paceline.core.clock import SystemClock
+from paceline.core.config import environment
 from paceline.core.processes import (
     become_reaper,
     die_with_parent,
@@ -29,6 +30,7 @@ from paceline.core.processes import (
     outlive_preemption,
     signal_descendants,
 )
+from paceline.launch.task_placement import mpirun_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,7 +63,11 @@ def guard(launcher: int, command: Sequence[str]) -> int:
     signal.signal(STOP_SIGNAL, stop)
     die_with_parent(launcher, STOP_SIGNAL)
     try:
-        child = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGINT, before))
+        child = subprocess.Popen(
+            command,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, before),
+            pass_fds=mpirun_descriptors(environment()),
+        )
     except (OSError, subprocess.SubprocessError) as problem:  # no interpreter, another architecture
         why = problem.strerror if isinstance(problem, OSError) else str(problem)
         sys.stderr.write(f"cannot execute {command[0]}: {why}\n")

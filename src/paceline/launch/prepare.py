@@ -16,6 +16,7 @@ from paceline.core.config import Resolved, environment, resolve
 from paceline.core.errors import Missing, UsageError
 from paceline.core.plan_file import PlanFile
 from paceline.launch.folder import claim, default_folder, refuse_taken
+from paceline.launch.mpi import ProgramMpi, mpi_of_command
 from paceline.launch.nodes import node_warnings, task_of_node
 from paceline.launch.options import RunConfig
 from paceline.launch.planned import check_plan, plan_warnings
@@ -50,6 +51,7 @@ class PreparedJob:
         plan: the plan that the run follows; None without one.
         machine: the machine file that the user named, for the ranks' collectives; None without.
         is_default_name: the user gave no --out; if the name is taken, Paceline takes another.
+        mpi: the MPI of the program, whose calls are recorded; None if it uses none.
         mounts: packs that the ranks see as folders.
         data: packs that servers on the nodes serve to them.
         outputs: folders that they write to by way of local storage.
@@ -69,6 +71,28 @@ class PreparedJob:
     data: tuple[RunData, ...] = ()
     outputs: tuple[RunOutput, ...] = ()
     is_default_name: bool = False
+    mpi: ProgramMpi | None = None
+
+    @property
+    def started(self) -> Program:
+        """What each rank starts: of a script that uses MPI its own Python, with MPI's recorder."""
+        if self.mpi is None or self.program.kind is ProgramKind.EXECUTABLE:
+            return self.program
+        return Program(ProgramKind.EXECUTABLE, self.program.command[0])
+
+    @property
+    def started_args(self) -> tuple[str, ...]:
+        """The arguments of `started`."""
+        if self.started is self.program:
+            return self.args
+        return (*self.program.command[1:], *self.args)
+
+    @property
+    def records_io(self) -> bool:
+        """Whether calls for files are recorded; of MPI programs by default."""
+        config, provenance = self.resolved.config, self.resolved.provenance
+        by_default = self.mpi is not None and provenance["record_io"] == "default"
+        return config.record and (config.record_io or by_default)
 
     @property
     def task_number(self) -> int:
@@ -145,6 +169,7 @@ def prepare(
     *,
     plan: PlanFile | None = None,
     machine: Path | None = None,
+    mpi: bool = False,
 ) -> PreparedJob:
     """Check a run before anything is written or started.
 
@@ -157,16 +182,18 @@ def prepare(
         plan: gives ranks, threads, bucket sizes, allocator and collectives; None leaves them to
             `resolved`.
         machine: the machine file that the user named.
+        mpi: the program uses MPI, and is started by a task of Slurm or mpirun; without it only
+            executables are looked at.
 
     Raises:
         DestinationExists: the folder is there and not empty.
         UsageError: Slurm or mpirun has another number of tasks, something contradicts the plan,
-            or an executable is given a memory budget.
-        Missing: torch is not installed.
+            an executable is given a memory budget, or the MPI of a program is not known.
+        Missing: torch is not installed, or the library that records MPI.
         ConfigError: a setting of the backend ``paceline`` is not valid.
     """
     collectives_settings = resolve(CollectivesConfig)  # before the ranks find the same mistake
-    is_python = program.kind is not ProgramKind.EXECUTABLE
+    is_python = program.kind is not ProgramKind.EXECUTABLE and not mpi
     if is_python and importlib.util.find_spec("torch") is None:
         raise Missing("torch is not installed", fix="pip install 'paceline[torch]'")
     config = resolved.config
@@ -183,6 +210,7 @@ def prepare(
         check_world(task, config.ranks)
     ranks = task.ranks if task else config.ranks or 1
     warnings = _warnings(ranks, task)
+    found = _mpi_of(program, args, task, required=mpi) if config.record else None
     if plan is not None:
         check_plan(plan.plan, resolved, task, environment())
         if task is not None:
@@ -197,7 +225,9 @@ def prepare(
     data = parse_data(config.data, mounts)
     points = [mount.point for mount in mounts] + [pack.point for pack in data if pack.point]
     refuse_taken(run, task.task_number if task else 0)
-    if not is_python and config.record:
+    if found is not None:
+        found.variables(run, environment())  # that its recorder is there
+    elif not is_python and config.record:
         warnings = (*warnings, _executable_warning(program, args, run))
     return PreparedJob(
         program=program,
@@ -208,6 +238,7 @@ def prepare(
         task=task,
         warnings=warnings,
         plan=plan,
+        mpi=found,
         mounts=mounts,
         data=data,
         outputs=parse_outputs(config.outputs, points),
@@ -223,6 +254,21 @@ def claim_folder(job: PreparedJob) -> PreparedJob:
         return job
     run_folder = claim(job.run_folder, is_default_name=job.is_default_name)
     return dataclasses.replace(job, run_folder=run_folder)
+
+
+def _mpi_of(
+    program: Program, args: Sequence[str], task: TaskPlacement | None, *, required: bool
+) -> ProgramMpi | None:
+    """Return the MPI of a program of which each task is a rank; None if it uses none that is seen.
+
+    Ranks that Paceline starts itself cannot be those of an MPI: `paceline run --mpi` has its mpirun
+    start them.
+    """
+    if task is None or task.source == "nodes":
+        return None
+    if program.kind is not ProgramKind.EXECUTABLE and not required:
+        return None  # most Python scripts under mpirun train with torch, whose collector is there
+    return mpi_of_command([*program.command, *args], required=required)
 
 
 def _warnings(ranks: int, task: TaskPlacement | None) -> tuple[str, ...]:

@@ -106,8 +106,20 @@ class LocalRanks:
         self._changed = threading.Event()
         self._stopped: set[int] = set()
 
-    def start(self, rank: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
+    def start(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        descriptors: Sequence[int] = (),
+    ) -> None:
         """Start a rank's process.
+
+        Args:
+            rank: its number.
+            command: program and arguments.
+            environ: its variables.
+            descriptors: open files that it inherits, beside the standard streams.
 
         Raises:
             StorageError: the system cannot start it.
@@ -115,7 +127,9 @@ class LocalRanks:
         streams = self.output.streams(rank) if self.output else contextlib.nullcontext((None, None))
         with streams as (out, err):
             try:
-                child = subprocess.Popen(command, env=environ, stdout=out, stderr=err)
+                child = subprocess.Popen(
+                    command, env=environ, stdout=out, stderr=err, pass_fds=descriptors
+                )
             except OSError as problem:  # no process or memory left
                 raise StorageError(
                     f"cannot start rank {rank}",

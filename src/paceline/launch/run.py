@@ -50,6 +50,7 @@ from paceline.launch.servers.data import DataServers
 from paceline.launch.servers.outputs import OutputServers
 from paceline.launch.summary import summarize
 from paceline.launch.task import run_task
+from paceline.launch.task_placement import mpirun_descriptors
 from paceline.launch.watcher import StatusWatcher
 from paceline.runs.folder import PLAN_NAME
 from paceline.runs.launcher import this_launcher
@@ -191,7 +192,7 @@ def _run_ranks(
             with watch, ended_on_signal(clock), hangs:
                 # A program that is not Python runs below a supervisor process (`launch.guard`),
                 # which is stopped by SIGTERM.
-                guarded = job.program.kind is ProgramKind.EXECUTABLE
+                guarded = job.started.kind is ProgramKind.EXECUTABLE
                 local = LocalRanks(clock, output, STOP_SIGNAL if guarded else signal.SIGINT)
                 start = _Starter(job, local, served, Path(folder))
                 if rendezvous is None:
@@ -275,7 +276,8 @@ class _Starter:
             index = start.share_index * len(local_ranks) + number
             command = self._command(index, start.share_count * len(local_ranks))
             variables = ids.environment(start.address, start.port, run_id)
-            self.local.start(ids.rank, command, {**environment(), **variables, **self._extra()})
+            environ = {**environment(), **variables, **self._extra()}
+            self.local.start(ids.rank, command, environ, self._descriptors())
         self.local.all_started()
 
     def _command(self, share_index: int, share_count: int) -> list[str]:
@@ -293,12 +295,18 @@ class _Starter:
             *("--collectives", self.job.collectives),
             *_plan_options(self.job.plan),
             *_memory_options(config),
-            *("--kind", self.job.program.kind),
+            *("--kind", self.job.started.kind),
             # without this "--", argparse would consume the first "--" among the program's arguments
             "--",
-            self.job.program.name,
-            *self.job.args,
+            self.job.started.name,
+            *self.job.started_args,
         ]
+
+    def _descriptors(self) -> tuple[int, ...]:
+        """Return what a rank needs of the mpirun that started this launcher for it alone."""
+        task = self.job.task
+        is_rank = task is not None and task.source != "nodes"
+        return mpirun_descriptors(environment()) if is_rank else ()
 
     def _extra(self) -> dict[str, str]:
         # A rank's stdout is a pipe when its lines are tagged: Python would keep them for long.
@@ -319,8 +327,10 @@ class _Starter:
         mounts = (*self.job.mounts, *(data.mounts if data is not None else ()))
         folders = outputs.folders if outputs is not None else ()
         mounted = mount_variables(mounts, environment(), outputs=folders)
-        if self.job.resolved.config.record and self.job.resolved.config.record_io:
-            run_folder = self.job.run_folder
+        run_folder = self.job.run_folder
+        if self.job.mpi is not None:
+            mounted |= self.job.mpi.variables(run_folder, {**environment(), **mounted})
+        if self.job.records_io:
             mounted |= file_call_variables(run_folder, {**environment(), **mounted})
         return {
             **allocator,

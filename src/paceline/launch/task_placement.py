@@ -7,6 +7,7 @@ the number of ranks is the number of tasks, and asking for another one is refuse
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -87,6 +88,20 @@ def detect(environ: Mapping[str, str]) -> TaskPlacement | None:
             why=f"{type(problem).__name__}: {problem}",
             fix="Start ranks with srun or mpirun, or unset these variables",
         ) from None
+
+
+def mpirun_descriptors(environ: Mapping[str, str]) -> tuple[int, ...]:
+    """Return the open file descriptors by which an MPI program reaches the mpirun or srun above it.
+
+    A program below several processes can only use what each of them has passed on. Hydra, MPICH's
+    mpirun, and Slurm's PMI open one for each rank; Open MPI's processes connect to a socket.
+    """
+    try:
+        descriptor = int(environ["PMI_FD"])
+        os.fstat(descriptor)
+    except (KeyError, ValueError, OSError):  # none, or an ancestor has closed it
+        return ()
+    return (descriptor,)
 
 
 def check_world(task: TaskPlacement, ranks: int | None) -> None:

@@ -70,7 +70,7 @@ def _limit(loader: LoaderCeiling) -> str:
 
 
 def _undivided(loader: LoaderCeiling) -> str:
-    """Return what is known where reading and decoding could not be told apart."""
+    """Return what is known where reading and decoding could not be distinguished."""
     if not loader.is_undivided or loader.off_core is None:
         return ""
     return (

@@ -59,7 +59,7 @@ class LoaderStage(Record):
 
     Attributes:
         stage: read, verify, decode, transform, collate, hand over (to the loop), copy (to a
-            device); ``read and decode`` where the two cannot be told apart.
+            device); ``read and decode`` where the two cannot be distinguished.
         seconds: that one worker, or the loop, spends in it for a batch, on the slowest rank.
         at_once: batches of a rank that can be in this stage at one time.
         batches_per_s: its ceiling, of all ranks together.
@@ -115,7 +115,7 @@ class LoaderCeiling(Record):
 
     @property
     def is_undivided(self) -> bool:
-        """Whether reading and decoding could not be told apart."""
+        """Whether reading and decoding could not be distinguished."""
         return any(stage.stage == FETCH for stage in self.stages)
 
 
