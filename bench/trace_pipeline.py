@@ -8,7 +8,8 @@
 - merge and analysis: `measure_run` on it, in a process of its own: seconds and peak memory.
 - export: events a second into OTF2.
 - clocks: ranks of four nodes whose clocks are off by 2 s and drift by 50 ppm: how far corrected
-  times are from the true ones, in least message latencies; receives before their send.
+  times are from the true ones, in least message latencies; receives before their send. The same
+  with clocks that change amid the run: one drifts the other way, one is set by 2 s, one does both.
 """
 
 from __future__ import annotations
@@ -286,37 +287,57 @@ def clocks(report, folder, quick):
     """Put ranks on nodes with clocks of their own; compare corrected times with the true ones."""
     from paceline.trace.merge import load_run
 
-    ranks, steps = 4 * GROUP, 200 if quick else 20_000
+    # A drift that changes by 100 ppm leaves bounds of 100 us after some seconds.
+    ranks, steps = 4 * GROUP, 1000 if quick else 20_000
     times = play(ranks, steps, LATENCY_NS)
+    for changes in (False, True):
+        run = folder / ("changing clocks" if changes else "clocks")
+        true = node_clocks(times, changes)
+        node_of = [rank * NODES // ranks for rank in range(ranks)]
+        write(run, ranks, steps, times, [true[node] for node in node_of])
+        for rank in range(ranks):
+            set_node(run / "trace" / f"rank-{rank:05d}.trace", f"node {node_of[rank]}")
+        begin = time.perf_counter()
+        trace = load_run(run)
+        seconds = time.perf_counter() - begin
+        worst = stated = 0
+        for rank, (own, clock) in enumerate(zip(trace.ranks, trace.clocks, strict=True)):
+            marks = own.events_of(10)
+            off = np.abs(clock.to_run_ns(marks["end_ns"]) - times["end"][rank])
+            worst = max(worst, int(off.max()))
+            stated = max(stated, clock.error_ns if clock.error_ns is not None else 2**62)
+        messages = trace.matches.messages
+        received = messages[~messages["sends"] & (messages["partner"] >= 0)]
+        sent = messages[received["partner"]]
+        early = int((received["exit_ns"] < sent["enter_ns"]).sum())
+        run_s = float(times["end"].max() - START_NS) / 1e9
+        report.row(section=run.name, nodes=NODES, ranks=ranks, run_s=run_s, load_s=seconds,
+                   changes=[len(clock.later) for clock in trace.clocks[:: ranks // NODES]],
+                   error_us=worst / US, stated_error_us=stated / US, latency_us=LATENCY_NS / US,
+                   repaired_messages=trace.violations.messages,
+                   repaired_collectives=trace.violations.collectives)  # fmt: skip
+        report.bar(f"{run.name}: residual error / least message latency", worst / LATENCY_NS, 3)
+        report.bar(f"{run.name}: receives before their send", early, 0)
+
+
+def node_clocks(times, changes):
+    """Return each node's clock, off and drifting; with `changes`, set or slewed amid the run."""
     random = np.random.default_rng(5)
-    true = {}
-    for node in range(NODES):
-        offset = OFFSET_NS * random.choice([-1, 1]) if node else 0
-        drift = DRIFT * random.choice([-1, 1]) if node else 0.0
-        true[node] = lambda ns, offset=offset, drift=drift: (
-            ns + offset + np.rint(drift * (ns - START_NS)).astype(np.int64)
-        )
-    node_of = [rank * NODES // ranks for rank in range(ranks)]
-    write(folder / "clocks", ranks, steps, times, [true[node] for node in node_of])
-    for rank in range(ranks):
-        set_node(folder / "clocks/trace" / f"rank-{rank:05d}.trace", f"node {node_of[rank]}")
-    trace = load_run(folder / "clocks")
-    worst = stated = 0
-    for rank, (own, clock) in enumerate(zip(trace.ranks, trace.clocks, strict=True)):
-        marks = own.events_of(10)
-        worst = max(worst, int(abs(clock.to_run_ns(marks["end_ns"]) - times["end"][rank]).max()))
-        stated = max(stated, clock.error_ns or 0)
-    messages = trace.matches.messages
-    received = messages[~messages["sends"] & (messages["partner"] >= 0)]
-    sent = messages[received["partner"]]
-    early = int((received["exit_ns"] < sent["enter_ns"]).sum())
-    run_s = float(times["end"].max() - START_NS) / 1e9
-    report.row(section="clocks", nodes=NODES, ranks=ranks, run_s=run_s,
-               error_us=worst / US, stated_error_us=stated / US, latency_us=LATENCY_NS / US,
-               repaired_messages=trace.violations.messages,
-               repaired_collectives=trace.violations.collectives)  # fmt: skip
-    report.bar("clocks: residual error / least message latency", worst / LATENCY_NS, 3)
-    report.bar("clocks: receives before their send", early, 0)
+    middle = int(times["end"][0, times["end"].shape[1] // 2])
+    found = {0: lambda ns: ns}
+    for node in range(1, NODES):
+        offset = OFFSET_NS * random.choice([-1, 1])
+        drift = DRIFT * random.choice([-1, 1])
+        change = -2 * drift if changes and node != 2 else 0.0  # node 2 is set
+        step = OFFSET_NS if changes and node >= 2 else 0  # node 3 is set, and drifts otherwise
+
+        def clock(ns, offset=offset, drift=drift, change=change, step=step):
+            ns = np.asarray(ns)
+            moved = drift * (ns - START_NS) + change * np.maximum(0, ns - middle)
+            return ns + offset + np.rint(moved).astype(np.int64) + np.where(ns >= middle, step, 0)
+
+        found[node] = clock
+    return found
 
 
 def set_node(path, name):

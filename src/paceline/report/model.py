@@ -445,6 +445,7 @@ def to_json(report: Report) -> dict[str, Any]:
                 "clock_offset_ns": report.trace.clocks[i].offset_ns,
                 "clock_drift": report.trace.clocks[i].drift,
                 "clock_error_ns": report.trace.clocks[i].error_ns,
+                "clock_changes": len(report.trace.clocks[i].later),
                 "phases": dict(spent.breakdown().items()),
                 "host": [_plain(time) for time in spent.host],
             }

@@ -135,6 +135,7 @@ def render_stats(stats: TraceStats) -> Group:
             format_seconds(rank.clock_offset_ns / 1e9),
             f"{rank.clock_drift * 1e6:.2f} ppm",
             format_clock_error(rank.clock_error_ns),
+            f"{rank.clock_changes:,}",
             f"{rank.dropped_count:,}",
             "complete" if rank.complete else "truncated",
         ]
@@ -149,7 +150,7 @@ def render_stats(stats: TraceStats) -> Group:
         for rank in stats.ranks
     ]
     labels = [*(phase_label(name) for name in present), "total"]
-    heads = ["offset", "drift", "error at most", "dropped", "file"]
+    heads = ["offset", "drift", "error at most", "changes", "dropped", "file"]
     parts: list[RenderableType] = [
         _table("events", kinds, ranks, events, corner="events"),
         Text(),

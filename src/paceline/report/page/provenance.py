@@ -108,17 +108,27 @@ def _clocks(report: Report) -> str:
             format_seconds(report.trace.clocks[i].offset_ns / 1e9),
             f"{report.trace.clocks[i].drift * 1e6:.2f} ppm",
             format_clock_error(report.trace.clocks[i].error_ns),
+            f"{len(report.trace.clocks[i].later):,}",
             f"{rank.status.recorded_count:,}",
             f"{rank.status.dropped_count:,}",
             "complete" if rank.complete else "truncated",
         ]
         for i, rank in enumerate(report.trace.ranks[:MAX_ROWS])
     ]
-    heads = ["trace", "clock offset", "drift", "error at most", "events", "dropped", "file"]
+    heads = [
+        "trace",
+        "clock offset",
+        "drift",
+        "changes",
+        "error at most",
+        "events",
+        "dropped",
+        "file",
+    ]
     note = ""
     if any(clock.error_ns is None for clock in report.trace.clocks):
         note = (
-            "No collective bounds the clocks whose error is unknown, or one of them was set during "
-            "the run: skew and waiting between these nodes may be wrong by as much. "
+            "No collective bounds the clocks whose error is unknown, or too few bound one that was "
+            "set during the run: skew and waiting between these nodes may be wrong by as much. "
         )
     return details("Traces and clocks", f"<p>{note}</p>" * bool(note) + table(heads, rows))

@@ -38,6 +38,8 @@ class RankStats(Record):
         dropped_count: number of events that were not recorded or written.
         complete: whether the file was closed, rather than truncated.
         host: the script's own work between phases by name, the longest first.
+        clock_changes: how often the clock was set, or its drift changed, during the run; offset and
+            drift are those before the first change.
     """
 
     rank: int
@@ -51,6 +53,7 @@ class RankStats(Record):
     dropped_count: int
     complete: bool
     host: tuple[HostTime, ...] = ()
+    clock_changes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +102,7 @@ def summarize_trace(analysis: Analysis) -> TraceStats:
                 dropped_count=rank.status.dropped_count,
                 complete=rank.complete,
                 host=phases.host,
+                clock_changes=len(clock.later),
             )
         )
     return TraceStats(

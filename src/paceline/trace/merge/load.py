@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import CorruptTrace, NotFound, storage_errors
 from paceline.trace.format.files import RankTrace, read_trace
-from paceline.trace.merge.clocks import ClockCorrection, fit_clocks
+from paceline.trace.merge.clock_bounds import fit_clocks
+from paceline.trace.merge.clocks import ClockCorrection
 from paceline.trace.merge.matches import Matches
 from paceline.trace.merge.matching import match
 from paceline.trace.merge.prepare import prepared

@@ -25,7 +25,7 @@ import numpy as np
 from paceline.core.errors import storage_errors
 from paceline.trace.format.events import EVENT_DTYPE, Kind
 from paceline.trace.format.files import RankTrace, read_status, read_trace
-from paceline.trace.merge.clocks import ClockBounds, span_of_events
+from paceline.trace.merge.clock_bounds import ClockBounds, span_of_events
 from paceline.trace.merge.load import Trace, check_one_run, on_one_clock, trace_paths
 from paceline.trace.merge.matching import match
 from paceline.trace.merge.prepare import prepared
