@@ -255,13 +255,24 @@ def add_named_bars(report, rows, name):
     if exact:
         of_bytes = f"{name}: bytes by pair of ranks exact, of {len(exact)} runs"
         report.bar(of_bytes, sum(exact) / len(exact), 1.0, at_least=True)
+    add_waiting_bar(report, rows, name)
+
+
+def add_waiting_bar(report, rows, name):
+    """Add the bar of runs whose ranks know well enough themselves how long they waited."""
     waited = [row for row in rows if row.get("waiting_error") is not None]
-    if waited:
-        within = float(np.mean([abs(row["waiting_error"]) <= WAITING_BAR for row in waited]))
-        of_waiting = f"{name}: waiting within 5 %, share of {len(waited)} runs"
-        known = np.median([row["waiting_known_within"] for row in waited])
-        reason = f"which ranks themselves know within {known:.1%}"
-        report.bar(of_waiting, within, 1.0, at_least=True, reason=reason)
+    known = [row for row in waited if row["waiting_known_within"] <= WAITING_BAR]
+    roughly = [row for row in waited if row["waiting_known_within"] > WAITING_BAR]
+    if not known:
+        return
+    reason = ""
+    if roughly:
+        agree = sum(abs(row["waiting_error"]) <= WAITING_BAR for row in roughly)
+        width = np.median([row["waiting_known_within"] for row in roughly])
+        reason = f"{agree} of {len(roughly)} more, whose ranks know it within {width:.0%}, agree"
+    within = float(np.mean([abs(row["waiting_error"]) <= WAITING_BAR for row in known]))
+    of_waiting = f"{name}: waiting within 5 %, share of {len(known)} runs"
+    report.bar(of_waiting, within, 1.0, at_least=True, reason=reason)
 
 
 def by_plant(rows):

@@ -234,39 +234,37 @@ def expected_bytes(case):
 def waiting_error(case, notes, analysis):
     """Return by how much the waiting of all ranks is off, and how far it is known, as shares.
 
-    To issue a call takes torch, and its recorder, a tenth of a millisecond: the wait begins within
-    that time, and so do calls of the other side. None if there was little waiting.
+    It is known but for the time in which the other side issues its call, with torch a tenth of a
+    millisecond: it may come at any time within. None if there was little waiting.
     """
-    least_s, most_s = (true_waiting_s(case, notes, most=most) for most in (False, True))
+    least_s, most_s = (true_waiting_s(case, notes, comes) for comes in (ENTERED, ISSUED))
     if least_s < LEAST_WAITING_S:
         return None, None
     found_s = sum(float((own["ready_ns"] - own["begin_ns"]).sum()) for own in analysis.waits) / 1e9
     return found_s / min(max(found_s, least_s), most_s) - 1, 1 - least_s / most_s
 
 
-def true_waiting_s(case, notes, *, most):
+def true_waiting_s(case, notes, comes):
     """Return the seconds that ranks waited for others, from the times that they noted.
 
     Args:
         case: the case.
         notes: what its ranks noted.
-        most: how long they waited at most: as soon as they entered calls, until others had issued
-            theirs; else at least, from having issued calls until others entered theirs.
+        comes: when the other side has come: when it `ENTERED` its call, or when that was `ISSUED`.
     """
-    begin, comes = (ENTERED, ISSUED) if most else (ISSUED, ENTERED)
     calls = notes.calls
 
     def until(own, others, *, if_within=False):
         """Return how long each call waited for the other side; of sends only if it came within."""
         others_ns = others[:, comes]
-        waited = np.clip(others_ns - own[:, begin], 0, own[:, LEFT] - own[:, begin])
+        waited = np.clip(others_ns - own[:, ISSUED], 0, own[:, LEFT] - own[:, ISSUED])
         return np.where(others_ns <= own[:, LEFT], waited, 0) if if_within else waited
 
     waited_ns = 0
     for name in ("barrier", "all_reduce"):
         came_ns = np.array([own[name][:, comes] for own in calls])
         for own in calls:
-            waited_ns += np.maximum(0, came_ns.max(axis=0) - own[name][:, begin]).sum()
+            waited_ns += np.maximum(0, came_ns.max(axis=0) - own[name][:, ISSUED]).sum()
     for rank, own in enumerate(calls):
         previous, following = calls[rank - 1], calls[(rank + 1) % case.ranks]
         if case.blocking:

@@ -61,6 +61,7 @@ class MpiCalls:
 
         self.mpi, self.comm = MPI, MPI.COMM_WORLD
         self.out, self.received = out, received
+        self.own, self.total = (array.array("d", [1.0] * SUMMED) for _ in range(2))
         self.source = {"source": previous, "tag": TAG}
         self.destination = {"dest": following, "tag": TAG}
 
@@ -80,8 +81,7 @@ class MpiCalls:
         self.mpi.Request.Waitall(requests)
 
     def all_reduce(self):
-        total = array.array("d", bytes(8 * SUMMED))
-        self.comm.Allreduce(array.array("d", [1.0] * SUMMED), total)
+        self.comm.Allreduce(self.own, self.total)
 
     def barrier(self):
         self.comm.Barrier()
@@ -135,7 +135,7 @@ class GlooCalls:
             request.wait()
 
     def all_reduce(self):
-        self._wait(self.distributed.all_reduce(self.total.fill_(1.0), async_op=True))
+        self._wait(self.distributed.all_reduce(self.total, async_op=True))
 
     def barrier(self):
         self._wait(self.distributed.barrier(async_op=True))

@@ -69,8 +69,8 @@ def test_waiting_lies_between_what_ranks_know(truth_ring):
         return {**rows, "all_reduce": np.array([[entered, entered + ms, 20 * ms]])}
 
     notes = truth_ring.Notes(calls=[calls(2), calls(10)], step_s=None, computed_s=None)
-    assert truth_ring.true_waiting_s(case, notes, most=False) == pytest.approx(0.007)
-    assert truth_ring.true_waiting_s(case, notes, most=True) == pytest.approx(0.009 + 0.001)
+    assert truth_ring.true_waiting_s(case, notes, truth_ring.ENTERED) == pytest.approx(0.007)
+    assert truth_ring.true_waiting_s(case, notes, truth_ring.ISSUED) == pytest.approx(0.008)
 
 
 def test_a_rank_that_hangs_fails_its_case(tmp_path, monkeypatch):
