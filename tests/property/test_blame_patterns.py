@@ -247,6 +247,15 @@ def test_a_rank_without_extra_time_in_any_phase_has_no_cause():
     assert find_stragglers(phases, counters, skew) == ()
 
 
+def test_a_rank_whose_extra_time_is_a_fraction_of_its_delay_is_not_named():
+    """Its input takes 0.1 ms longer; it looks 3 ms late, since others wait for a core elsewhere."""
+    random = np.random.default_rng(14)
+    plant = [Culprit(0, "data", np.full(200, 0.0001))]
+    phases, counters, skew = made_up_run(random, 2, 200, Noise(), plant)
+    skew = skew + np.array([[0.003], [0.0]])
+    assert find_stragglers(phases, counters, skew) == ()
+
+
 # --- changes of all ranks -------------------------------------------------------------------------
 
 

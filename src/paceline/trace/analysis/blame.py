@@ -137,7 +137,8 @@ def find_stragglers(
         late_s = float(np.sum(total[i], where=pattern.late | _next(pattern.late)))
         if cost_s < least_cost_s or late_s < cost_s / 2:
             continue
-        cause = main_cause(i, ranks, counters, pattern.late, starved=not is_own)
+        delay_s = cost_s / int(pattern.late.sum())
+        cause = main_cause(i, ranks, counters, pattern.late, starved=not is_own, delay_s=delay_s)
         if cause is None:
             continue
         if is_own:
