@@ -36,7 +36,7 @@ from pathlib import Path
 import harness
 import numpy as np
 import truth_ranks
-from truth_ring import LEAST_SLOW, judge_ring, make_ring_cases
+from truth_ring import LEAST_SLOW, judge_ring, make_ring_cases, slowed
 from truth_ring_runs import GlooStage, MpiStage
 from truth_server import compile_slow_files, start_server
 
@@ -67,6 +67,14 @@ class Case:
     slow: float = 0.0
     period: int = 0
     framework: str = "torch"
+
+    @property
+    def real_time(self):
+        """Whether the ranks, and the hog, are scheduled in real time, as `truth_ring.py` says why.
+
+        A neighbour would then take a core for as long as it wants it.
+        """
+        return self.cause == "not_running" and not self.neighbour
 
     @property
     def expected_shape(self):
@@ -160,7 +168,8 @@ class Stage:
                 others.append(self._started(truth_ranks.stop_on_demand, receiver))
             else:
                 cores = self._cores(case, case.culprit)
-                others.append(self._started(truth_ranks.compute_on_demand, receiver, cores))
+                arguments = (receiver, cores, case.real_time)
+                others.append(self._started(truth_ranks.compute_on_demand, *arguments))
         ranks = [self._rank(case, folder, rank, demand) for rank in range(case.ranks)]
         truth_ranks.run_to_the_end(f"case {case.number}", ranks, others)
 
@@ -185,6 +194,7 @@ class Stage:
             round(truth_ranks.BUSY_S / self.unit_s),
             STEPS,
             demand if is_culprit else None,
+            case.real_time,
         )
 
     def _cores(self, case, rank):
@@ -199,14 +209,21 @@ class Stage:
 # --- the judgement --------------------------------------------------------------------------------
 
 
-def judge(case, stragglers):
-    """Return what was found beside what was planted, as a row."""
+def judge(case, stragglers, step_s):
+    """Return what was found beside what was planted, as a row.
+
+    Args:
+        case: the case.
+        stragglers: those that were found.
+        step_s: what the ranks noted of each step, shape (ranks, steps), seconds.
+    """
     found = [late.to_json() for late in stragglers]
     row = {**asdict(case), "found": found}
     if case.culprit is None:
         no_accusation = {"slow_core", *(["not_running"] if case.neighbour else [])}
         row["accused"] = any(late.cause not in no_accusation for late in stragglers)
         return row
+    row["slowed"] = slowed(case.culprit, case.seconds(), step_s)
     main = stragglers[0] if stragglers else None
     row["rank_right"] = main is not None and main.rank == case.culprit
     row["cause_right"] = row["rank_right"] and main.cause == case.cause
@@ -376,7 +393,9 @@ def judged(case, folder):
     from paceline.trace.merge import load_run
 
     if case.framework == "torch":
-        return judge(case, analyse(load_run(folder)).stragglers)
+        notes = [folder / f"notes-{rank}.json" for rank in range(case.ranks)]
+        step_s = np.array([json.loads(path.read_text()) for path in notes])
+        return judge(case, analyse(load_run(folder)).stragglers, step_s)
     return judge_ring(case, folder)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import json
 import os
 import random
 import signal
@@ -70,8 +71,12 @@ def run_to_the_end(case, ranks, others=()):
         raise RuntimeError(f"{case}: ranks ended with {codes}")
 
 
-def train(folder, rank, world_size, cores, plant, units, steps, helper):
-    """Train one rank, recorded; `plant` is None for all but the culprit. Ends the process."""
+def train(folder, rank, world_size, cores, plant, units, steps, helper, real_time):
+    """Train one rank, recorded; `plant` is None for all but the culprit. Ends the process.
+
+    It notes how long each step took from the end of one backward pass, in which ranks wait for each
+    other, to the begin of the next: `notes-RANK.json`, seconds.
+    """
     import torch
     import torch.distributed as dist
 
@@ -81,6 +86,8 @@ def train(folder, rank, world_size, cores, plant, units, steps, helper):
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.sched_setaffinity(0, cores)
+    if real_time:
+        leave_other_programs(RANK_PRIORITY)
     torch.set_num_threads(1)
     recorder = Recorder(str(Path(folder) / "trace" / trace_name(rank)), rank, world_size)
     collector = TorchCollector(recorder)
@@ -90,9 +97,10 @@ def train(folder, rank, world_size, cores, plant, units, steps, helper):
     )
     if helper is not None:
         helper.send_bytes(struct.pack("<q", os.getpid()))
-    _loop(plant, units, steps, helper, BEFORE_DEVICE[rank % len(BEFORE_DEVICE)])
+    noted = _loop(plant, units, steps, helper, BEFORE_DEVICE[rank % len(BEFORE_DEVICE)])
     collector.close()
     recorder.close()
+    (Path(folder) / f"notes-{rank}.json").write_text(json.dumps(noted))
     os._exit(0)
 
 
@@ -135,9 +143,14 @@ def _loop(plant, units, steps, helper, share):
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    noted = []
+    ended = time.monotonic()
     for inputs in DataLoader(Samples(), batch_size=BATCH):
         optimizer.zero_grad()
-        model(inputs).square().mean().backward()
+        loss = model(inputs).square().mean()
+        noted.append(time.monotonic() - ended)
+        loss.backward()
+        ended = time.monotonic()
         slowness.apply("blocked")
         slowness.apply("gc")
         slowness.apply("checkpoint")
@@ -146,6 +159,7 @@ def _loop(plant, units, steps, helper, share):
         if slowness.step == WARM:  # what torch has loaded by now is not what a collection is for
             gc.collect()
             gc.freeze()
+    return noted
 
 
 class _Slowness:
@@ -279,9 +293,11 @@ def stop_on_demand(channel):
             return
 
 
-def compute_on_demand(channel, cores):
+def compute_on_demand(channel, cores, real_time):
     """Take the core of the rank that asks for it, for as long as it asks."""
     os.sched_setaffinity(0, cores)
+    if real_time:
+        leave_other_programs(HOG_PRIORITY)
     _hurry()
     channel.recv_bytes()
     for seconds in _demands(channel):

@@ -19,7 +19,8 @@ From what the ranks note by themselves follows what really happened, whatever el
 - how long each rank waited in its calls: by MPI's rules, and by what the guide of wait states says
   of a send that is over before its receiver comes;
 - by how much the culprit was late. One that was slowed by less than 20 % (of other ranks' step
-  without waiting), since other programs slowed the others, is no case, and counted apart;
+  without waiting), since other programs slowed the others, is no case, and counted apart. So are
+  wait states of a run in which the culprit itself waited longer;
 - whether the core of a rank was slower: it needed more CPU time for the work that is the same on
   all ranks. A ring program has no work of which an analysis could know that, so that a clean run
   whose rank was late by that is no false accusation. Such runs are counted apart as well.
@@ -138,11 +139,12 @@ def judge_ring(case, folder):
         row["core_slower"] = any(notes.core_was_slower(late) for late in accused)
         row["accused"] = any(not notes.core_was_slower(late) for late in accused)
         return row
-    row["slowed"] = notes.slowed(case)
+    row["slowed"] = slowed(case.culprit, case.seconds(), notes.step_s)
     main = stragglers[0] if stragglers else None
     row["rank_right"] = main is not None and main.rank == case.culprit
     row["cause_right"] = row["rank_right"] and main.cause == PATTERNS[case.pattern]
-    if case.pattern in STATES:
+    waited_s = true_waiting_s(case, notes, ENTERED)
+    if case.pattern in STATES and waited_s[case.culprit] < np.delete(waited_s, case.culprit).min():
         waits = measure_efficiency(analysis).waits
         caused = waits.delays[0].rank if waits.delays else None
         state = waits.calls[0].state if waits.calls else ""
@@ -183,19 +185,26 @@ class Notes:
             step_s=np.array([_outside_calls_s(own["calls"], case.steps) for own in noted]),
         )
 
-    def slowed(self, case):
-        """Return by which share of a step of the other ranks the culprit was late."""
-        steps = np.flatnonzero(case.seconds())
-        steps = np.arange(steps[0] - case.period + 1, steps[-1] + 1)
-        own_s, others_s = _own_and_others(self.step_s, case.culprit, steps)
-        return own_s / others_s - 1
-
     def core_was_slower(self, late):
         """Whether a straggler was late since its core needed longer for the same work."""
         steps = np.arange(late.first_step, min(late.last_step + 1, self.step_s.shape[1]))
         own_s, others_s = _own_and_others(self.step_s, late.rank, steps)
         computed_s, usual_s = _own_and_others(self.computed_s, late.rank, steps)
         return late.cause == "compute" and computed_s - usual_s > (own_s - others_s) / 2 > 0
+
+
+def slowed(culprit, seconds, step_s):
+    """Return by which share of a step of the other ranks the culprit was late.
+
+    Args:
+        culprit: its rank.
+        seconds: by which each step was to be slowed, shape (steps,).
+        step_s: time of each step outside of calls in which ranks wait, shape (ranks, steps).
+    """
+    planted = np.flatnonzero(seconds)
+    steps = np.arange(max(0, planted[0] - (planted[1] - planted[0]) + 1), planted[-1] + 1)
+    own_s, others_s = _own_and_others(step_s, culprit, steps)
+    return own_s / others_s - 1
 
 
 def _own_and_others(values, rank, steps):
@@ -237,7 +246,7 @@ def waiting_error(case, notes, analysis):
     It is known but for the time in which the other side issues its call, with torch a tenth of a
     millisecond: it may come at any time within. None if there was little waiting.
     """
-    least_s, most_s = (true_waiting_s(case, notes, comes) for comes in (ENTERED, ISSUED))
+    least_s, most_s = (true_waiting_s(case, notes, comes).sum() for comes in (ENTERED, ISSUED))
     if least_s < LEAST_WAITING_S:
         return None, None
     found_s = sum(float((own["ready_ns"] - own["begin_ns"]).sum()) for own in analysis.waits) / 1e9
@@ -245,7 +254,7 @@ def waiting_error(case, notes, analysis):
 
 
 def true_waiting_s(case, notes, comes):
-    """Return the seconds that ranks waited for others, from the times that they noted.
+    """Return how long each rank waited for others, from the times that they noted, in seconds.
 
     Args:
         case: the case.
@@ -260,18 +269,18 @@ def true_waiting_s(case, notes, comes):
         waited = np.clip(others_ns - own[:, ISSUED], 0, own[:, LEFT] - own[:, ISSUED])
         return np.where(others_ns <= own[:, LEFT], waited, 0) if if_within else waited
 
-    waited_ns = 0
+    waited_ns = np.zeros(len(calls))
     for name in ("barrier", "all_reduce"):
         came_ns = np.array([own[name][:, comes] for own in calls])
-        for own in calls:
-            waited_ns += np.maximum(0, came_ns.max(axis=0) - own[name][:, ISSUED]).sum()
+        for rank, own in enumerate(calls):
+            waited_ns[rank] += np.maximum(0, came_ns.max(axis=0) - own[name][:, ISSUED]).sum()
     for rank, own in enumerate(calls):
         previous, following = calls[rank - 1], calls[(rank + 1) % case.ranks]
         if case.blocking:
-            waited_ns += until(own["recv"], previous["send"]).sum()
-            waited_ns += until(own["send"], following["recv"], if_within=True).sum()
+            waited_ns[rank] += until(own["recv"], previous["send"]).sum()
+            waited_ns[rank] += until(own["send"], following["recv"], if_within=True).sum()
         else:
             sent = until(own["wait_all"], previous["isend"])
             taken = until(own["wait_all"], following["irecv"], if_within=True)
-            waited_ns += np.maximum(sent, taken).sum()
-    return float(waited_ns) / 1e9
+            waited_ns[rank] += np.maximum(sent, taken).sum()
+    return waited_ns / 1e9

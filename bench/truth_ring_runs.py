@@ -141,5 +141,4 @@ def serve_helper(address, pattern, cores, started):
             if pattern == "stopped":
                 truth_ranks.stop_on_demand(channel)
             else:
-                truth_ranks.leave_other_programs(truth_ranks.HOG_PRIORITY)
-                truth_ranks.compute_on_demand(channel, set(cores))
+                truth_ranks.compute_on_demand(channel, set(cores), real_time=True)

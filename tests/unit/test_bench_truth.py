@@ -44,8 +44,17 @@ def notes_of(truth_ring, step_ms, computed_ms):
 def test_a_culprit_counts_by_how_late_it_really_was(truth_ring):
     cases = truth_ring.make_ring_cases("mpi", 0, 28, 0)
     imbalance = next(case for case in cases if case.pattern == "imbalance" and case.culprit == 1)
-    assert notes_of(truth_ring, [10, 13], [3, 3]).slowed(imbalance) == pytest.approx(0.3)
-    assert notes_of(truth_ring, [14, 13], [3, 3]).slowed(imbalance) < 0
+    for step_ms, share in (([10, 13], 0.3), ([20, 13], -0.35)):
+        step_s = notes_of(truth_ring, step_ms, [3, 3]).step_s
+        found = truth_ring.slowed(imbalance.culprit, imbalance.seconds(), step_s)
+        assert found == pytest.approx(share)
+
+
+def test_a_checkpoint_every_few_steps_slows_by_its_share_of_all(truth_ring):
+    step_s = np.full((2, 12), 0.010)
+    step_s[0, 3::4] += 0.008
+    seconds = np.where(np.arange(12) % 4 == 3, 0.008, 0.0)
+    assert truth_ring.slowed(0, seconds, step_s) == pytest.approx(0.2)
 
 
 def test_a_rank_late_by_the_same_work_was_on_a_slower_core(truth_ring):
@@ -69,8 +78,8 @@ def test_waiting_lies_between_what_ranks_know(truth_ring):
         return {**rows, "all_reduce": np.array([[entered, entered + ms, 20 * ms]])}
 
     notes = truth_ring.Notes(calls=[calls(2), calls(10)], step_s=None, computed_s=None)
-    assert truth_ring.true_waiting_s(case, notes, truth_ring.ENTERED) == pytest.approx(0.007)
-    assert truth_ring.true_waiting_s(case, notes, truth_ring.ISSUED) == pytest.approx(0.008)
+    assert truth_ring.true_waiting_s(case, notes, truth_ring.ENTERED).tolist() == [0.007, 0]
+    assert truth_ring.true_waiting_s(case, notes, truth_ring.ISSUED).tolist() == [0.008, 0]
 
 
 def test_a_rank_that_hangs_fails_its_case(tmp_path, monkeypatch):
