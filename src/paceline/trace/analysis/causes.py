@@ -14,7 +14,7 @@ two ranks with r and s seconds on a core in a step, each of which waited for v a
     (r + s) (v / r - w / s) / 2     to a busier core;
 
 both add up to v - w, and neither depends on which factor is changed first (L. S. Shapley, A value
-for n-person games, 1953). The first part is computing, too.
+for n-person games, 1953). The first part counts as what made the rank compute longer.
 
 A rank computes longer because it has more to compute, or because its core is slower: a lower clock,
 or another tenant on the core's other hyperthread. The kernel counts both as time on a core; steal
@@ -95,9 +95,7 @@ def main_cause(
         if not starved:
             del seconds["not_running"]
         else:
-            waits_s = min(seconds["not_running"], _waits_for_computing_s(i, counters, steps))
-            seconds[computing] += waits_s
-            seconds["not_running"] -= waits_s
+            _move_waits(seconds, computing, *_computing_and_its_waits_s(i, counters, steps))
     if sum(seconds.values()) < _EXPLAINED_SHARE * delay_s:
         return None
     cause = max(seconds, key=lambda cause: seconds[cause])
@@ -110,17 +108,36 @@ def _before(late: np.ndarray) -> np.ndarray:
     return before if before.any() else late
 
 
-def _waits_for_computing_s(i: int, counters: Sequence[StepCounters], late: np.ndarray) -> float:
-    """Return how much longer rank `i` waits for a core in a late step since it computes longer.
+def _move_waits(seconds: dict[str, float], computing: str, longer_s: float, waits_s: float) -> None:
+    """Count the wait for a core that computing `longer_s` brings to what made it longer.
 
-    0 if it computes no longer than the other ranks.
+    Args:
+        seconds: by cause, to be changed.
+        computing: the cause of computing that is not garbage collection, which computes, too.
+        longer_s: by how much the rank computes longer in a late step.
+        waits_s: by how much it waits longer for that.
+    """
+    waits_s = min(seconds["not_running"], waits_s)
+    collecting_s = waits_s * min(1.0, seconds["gc"] / longer_s) if waits_s else 0.0
+    seconds["not_running"] -= waits_s
+    seconds["gc"] += collecting_s
+    seconds[computing] += waits_s - collecting_s
+
+
+def _computing_and_its_waits_s(
+    i: int, counters: Sequence[StepCounters], late: np.ndarray
+) -> tuple[float, float]:
+    """Return how much longer rank `i` computes in a late step, and waits for a core due to that.
+
+    Zeros if it computes no longer than the other ranks.
     """
     steps = np.flatnonzero(late)
     running_s, usual_s = _own_and_others(i, [rank.running_s for rank in counters], steps)
     waits_s, usual_waits_s = _own_and_others(i, [rank.not_running_s for rank in counters], steps)
     if not running_s > usual_s > 0.0:
-        return 0.0
-    return (running_s - usual_s) * (waits_s / running_s + usual_waits_s / usual_s) / 2
+        return 0.0, 0.0
+    longer_s = running_s - usual_s
+    return longer_s, longer_s * (waits_s / running_s + usual_waits_s / usual_s) / 2
 
 
 def _core_is_slow(
