@@ -404,6 +404,7 @@ void start() {
   recorder.start_steps(last_end_ns);
   // What MPI itself does with files is not the program's input.
   attach_io(recorder, [] { return depth == 0; });
+  recorder.count_node(folder);
   recording.store(true, std::memory_order_release);
 }
 

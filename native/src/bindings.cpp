@@ -141,6 +141,10 @@ void bind_recorder(nb::module_& module) {
       .def("end_step", &Recorder::end_step, "name"_a = 0, "tag"_a = 0)
       .def("attach_io", [](Recorder& self) { return attach_io(self, [] { return true; }); })
       .def("detach_io", [](Recorder& self) { detach_io(self); })
+      .def(
+          "count_node",
+          [](Recorder& self, const nb::bytes& folder) { self.count_node({folder.c_str(), folder.size()}); },
+          "folder"_a)
       .def("flush", &Recorder::flush, nb::call_guard<nb::gil_scoped_release>())
       .def("close", &Recorder::close, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("step", &Recorder::step)

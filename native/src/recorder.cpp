@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstddef>
 #include <cstdio>
@@ -29,6 +30,8 @@ namespace {
 
 constexpr std::size_t page_bytes = 4096;
 constexpr std::uint64_t block_bytes = 512;  // of getrusage
+constexpr std::uint64_t node_interval_first_ns = 200'000'000;
+constexpr std::uint64_t node_interval_ns = 1'000'000'000;
 constexpr std::size_t table_limit = 65'536;  // an event refers to a table's entry by 16 bits
 
 std::uint64_t clock_ns(clockid_t clock) noexcept {
@@ -509,9 +512,46 @@ void Recorder::write_loop() {
     }
     std::uint64_t count = 0;
     if (woken > 0) static_cast<void>(!read(wake_, &count, sizeof count));
+    if (counts_node_.load(std::memory_order_acquire)) note_node();
     flush();
     due_ns = monotonic_ns() + interval_ns;
   }
+}
+
+void Recorder::count_node(const std::string& folder) {
+  struct stat status {};
+  if (!owned() || node_ != nullptr || stat(folder.c_str(), &status) != 0) return;
+  node_ = std::make_unique<Node>();
+  node_->key = "paceline-node-" + std::to_string(status.st_dev) + "-" +
+               std::to_string(status.st_ino);
+  std::array<char, 65> host{};
+  gethostname(host.data(), host.size() - 1);
+  node_->location = define_location(LocationType::process, std::string("node ") + host.data(), 0, 0);
+  counts_node_.store(true, std::memory_order_release);
+}
+
+// Records what the node has done since the last time, if this process counts it and it is time.
+void Recorder::note_node() {
+  const std::uint64_t now = monotonic_ns();
+  // A process without a phase is a parent of ranks, whose trace a rank's own will replace.
+  if (step_begin_ns_.load(std::memory_order_relaxed) == 0 || now < node_->due_ns) return;
+  if (!node_->claim.take(node_->key)) {
+    node_->due_ns = now + node_interval_ns;
+    return;
+  }
+  Event event{.begin_ns = node_->last_ns, .end_ns = now, .step = step(), .kind = Kind::counter};
+  event.location = node_->location;
+  const bool is_first = node_->last_ns == 0;
+  node_->counters.read([&](const std::string& name, std::uint64_t value) {
+    if (is_first) return;
+    event.name = intern(name);
+    event.amount = value;
+    record(event);
+  });
+  node_->last_ns = now;
+  node_->interval_ns = is_first ? node_interval_first_ns
+                                : std::min(2 * node_->interval_ns, node_interval_ns);
+  node_->due_ns = now + node_->interval_ns;
 }
 
 // Records, by the writer thread, that the process was stopped until now. All signals that have a

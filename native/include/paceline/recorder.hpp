@@ -16,6 +16,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "paceline/node_counters.hpp"
 #include "paceline/thread_usage.hpp"
 
 namespace paceline {
@@ -42,6 +43,10 @@ enum class Kind : std::uint8_t {
   stage = 16,
   read = 17,
   write = 18,
+  layer = 19,
+  gradient = 20,
+  op = 21,
+  kernel = 22,
 };
 
 // The state of a rank: idle, or the number of the Kind that it is in.
@@ -183,6 +188,11 @@ class Recorder {
   // The main thread's times until now, exact for that thread itself.
   ThreadTimes main_times() const noexcept;
 
+  // From the first phase on, the writer thread records the counters of this node: first after 0.2 s,
+  // then once a second. Of all recorders of a node that are given the same folder, one does, and
+  // another when that one ends.
+  void count_node(const std::string& folder);
+
   std::uint32_t step() const noexcept { return step_.load(std::memory_order_relaxed); }
   std::uint64_t dropped_count() const noexcept;
 
@@ -215,6 +225,7 @@ class Recorder {
   void write_block(Block type, std::uint32_t count, const void* payload, std::size_t size);
   void write_loop();
   void note_stop();
+  void note_node();
   void wake_writer() noexcept;
   static void* write_loop_entry(void* self);
 
@@ -245,6 +256,19 @@ class Recorder {
   // that ends with EINTR when the whole process was stopped and continued (signal(7)).
   int wake_ = -1;
   int poll_ = -1;
+
+  // Of the writer thread, once `counts_node_` is set.
+  struct Node {
+    std::string key;  // of the claim
+    NodeClaim claim;
+    NodeCounters counters;
+    std::uint16_t location = main_location;
+    std::uint64_t last_ns = 0;
+    std::uint64_t due_ns = 0;
+    std::uint64_t interval_ns = 0;
+  };
+  std::unique_ptr<Node> node_;
+  std::atomic<bool> counts_node_ = false;
 
   std::mutex writer_mutex_;
   std::uint64_t file_bytes_ = 0;

@@ -46,6 +46,13 @@ Example: paceline record -- torchrun --nproc-per-node 2 train.py
     help="Record calls for files, too, as for paceline run [default: only of MPI programs].",
 )
 @click.option(
+    "--profile-steps",
+    type=int,
+    metavar="N",
+    default=0,
+    help="Have torch.profiler add the operators and kernels of N steps, as for paceline run.",
+)
+@click.option(
     "--hang-timeout",
     metavar="SECONDS",
     default="300",
@@ -61,6 +68,7 @@ def record(
     collectives: CollectivesChoice,
     mpi: bool,
     record_io: bool | None,
+    profile_steps: int,
     hang_timeout: str,
     as_json: bool,
     dry_run: bool,
@@ -86,6 +94,7 @@ def record(
         collectives=collectives,
         mpi=mpi,
         record_io=record_io,
+        profile_steps=profile_steps,
         hang_timeout_s=parse_seconds(hang_timeout),
     )
     if job.mpi is not None:

@@ -39,6 +39,13 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
     "--mpi yes].",
 )
 @click.option(
+    "--profile-steps",
+    type=int,
+    metavar="N",
+    help="Have torch.profiler add the operators and kernels of N steps, from the sixth on "
+    "[default: 0].",
+)
+@click.option(
     "--bind/--no-bind", default=None, help="Bind each rank to its own cores [default: yes]."
 )
 @click.option(
@@ -177,6 +184,7 @@ def run(
     out: Path | None,
     record: bool | None,
     record_io: bool | None,
+    profile_steps: int | None,
     bind: bool | None,
     allocator: str | None,
     collectives: str | None,
@@ -237,6 +245,7 @@ def run(
         "ranks": ranks,
         "record": record,
         "record_io": record_io,
+        "profile_steps": profile_steps,
         "bind": bind,
         "allocator": allocator,
         "collectives": collectives,

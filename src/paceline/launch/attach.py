@@ -60,11 +60,16 @@ class _Recording:
 _recording: _Recording | None = None
 
 
-def child_environment(run: Path) -> dict[str, str]:
-    """Return the variables that make Python processes record themselves in folder `run`."""
+def child_environment(run: Path, profile_steps: int = 0) -> dict[str, str]:
+    """Return the variables that make Python processes record themselves in folder `run`.
+
+    Args:
+        run: the folder.
+        profile_steps: see `start`.
+    """
     before = environment().get("PYTHONPATH")
     return {
-        VARIABLE: json.dumps({"run": str(run.absolute())}),
+        VARIABLE: json.dumps({"run": str(run.absolute()), "profile_steps": profile_steps}),
         "PYTHONPATH": f"{_STARTUP}{os.pathsep}{before}" if before else str(_STARTUP),
     }
 
@@ -74,8 +79,14 @@ def is_recorded() -> bool:
     return _recording is not None and _recording.pid == os.getpid()
 
 
-def start(run: Path, rank: int, world_size: int) -> None:
+def start(run: Path, rank: int, world_size: int, profile_steps: int = 0) -> None:
     """Record this process as a rank from now on, until `close`.
+
+    Args:
+        run: folder of the run.
+        rank: of this process.
+        world_size: number of ranks.
+        profile_steps: steps of which torch.profiler adds operators and kernels.
 
     Raises:
         DestinationExists: another process is recorded as this rank, or another job in this folder.
@@ -85,9 +96,12 @@ def start(run: Path, rank: int, world_size: int) -> None:
     recorder = _open(run, rank, world_size)
     # importlib, because this module imports torch: only a rank may load it, and only after its
     # threads and cores are set.
-    collector = importlib.import_module(COLLECTOR).TorchCollector(recorder)
+    collector = importlib.import_module(COLLECTOR).TorchCollector(
+        recorder, profile_steps=profile_steps
+    )
     collector.install()
     recorder.attach_io()  # nothing without the library that sees calls for files
+    recorder.count_node(os.fsencode(run / "trace"))
     served = served_packs(environment())
     if served and environment().get("LOCAL_RANK", "0") == "0":  # counts are those of the node
         collector.see_served_data(pack.requests for pack in served)
@@ -117,19 +131,24 @@ def on_training() -> None:
         )
         return
     try:
-        start_here(Path(json.loads(settings)["run"]))
+        given = json.loads(settings)
+        start_here(Path(given["run"]), given.get("profile_steps", 0))
     except Exception as problem:  # noqa: BLE001  # whatever a changed torch or a full disk raises
         _LOG.warning("this process is not recorded: %s", problem)
 
 
-def start_here(run: Path) -> None:
+def start_here(run: Path, profile_steps: int = 0) -> None:
     """Record this process as the rank that torch or its environment says it is, until it ends.
+
+    Args:
+        run: folder of the run.
+        profile_steps: see `start`.
 
     Raises:
         DestinationExists: another process is recorded as this rank, or another job in this folder.
         StorageError: the trace cannot be created.
     """
-    start(run, *place())
+    start(run, *place(), profile_steps)
     atexit.register(close)
     if multiprocessing.parent_process() is not None:  # a forked child ends without exit handlers
         multiprocessing.util.Finalize(None, close, exitpriority=0)

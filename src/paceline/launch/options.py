@@ -11,6 +11,7 @@ from paceline.core.errors import UsageError
 from paceline.core.plan import CollectivesChoice, StrategyChoice
 from paceline.launch.rendezvous.root import Deadlines
 
+PROFILE_STEPS_MAX = 100
 HANG_TIMEOUT_S = 300.0  # shorter than gloo's 1800 s, and than NCCL's 600 s
 
 
@@ -27,13 +28,27 @@ def check_hang_timeout(seconds: float) -> None:
         )
 
 
+def check_profile_steps(count: int) -> None:
+    """Check how many steps torch.profiler is to look at.
+
+    Raises:
+        UsageError: it is negative, or more than a trace should hold.
+    """
+    if not 0 <= count <= PROFILE_STEPS_MAX:
+        raise UsageError(
+            f"profile_steps must be between 0 and {PROFILE_STEPS_MAX}, got {count}",
+            why="each profiled step adds thousands of events",
+            fix="Give a few steps",
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig(Configuration):
     """How to run a script.
 
     Changes results: `ranks`, since the script divides its data by them; `collectives`, and
     `strategy` with `partitions`, `replicas` and `microbatches`, in the last bits of sums.
-    Changes speed: `record`, `record_io`, `bind`, `allocator`, `node_reader`, `memory_budget_bytes`,
+    Changes speed: `record`, `record_io`, `profile_steps`, `bind`, `allocator`, `node_reader`, `memory_budget_bytes`,
     `spill_folder`.
     Changes what is printed: `tag_output`.
     Says where the other nodes are, with the meaning that torchrun gives these names: `nnodes`,
@@ -44,6 +59,7 @@ class RunConfig(Configuration):
         ranks: number of ranks on each node; None is one, or under Slurm or mpirun one per task.
         record: whether to record traces.
         record_io: whether traces hold calls for files, too (`launch.file_calls`).
+        profile_steps: steps of which torch.profiler adds operators and kernels to the traces.
         bind: whether each rank gets cores of its own.
         allocator: ``keep`` leaves freed memory with the ranks, ``system`` with the C library. On
             seven models a step took 0.78 to 1.02 times the CPU time with ``keep`` (median 0.81), 1
@@ -98,6 +114,7 @@ class RunConfig(Configuration):
     ranks: int | None = None
     record: bool = True
     record_io: bool = False
+    profile_steps: int = 0
     bind: bool = True
     allocator: AllocatorChoice = "keep"
     collectives: CollectivesChoice = "torch"
@@ -167,6 +184,7 @@ class RunConfig(Configuration):
                     f"{name} must be above 0 and at most 1e6, got {getattr(self, name):g}",
                     fix="Give seconds",
                 )
+        check_profile_steps(self.profile_steps)
         check_hang_timeout(self.hang_timeout_s)
         if not 2 * self.heartbeat_interval_s <= self.heartbeat_timeout_s <= 1e6:
             raise UsageError(

@@ -46,7 +46,7 @@ from paceline.launch.folder import claim, default_folder, refuse_taken, write_st
 from paceline.launch.guard import STOP_SIGNAL
 from paceline.launch.hangs.watch import HangWatcher
 from paceline.launch.mpi import ProgramMpi, mpi_of_command
-from paceline.launch.options import HANG_TIMEOUT_S, check_hang_timeout
+from paceline.launch.options import HANG_TIMEOUT_S, check_hang_timeout, check_profile_steps
 from paceline.launch.ranks import SIGNAL_DELAY_S, LocalRanks
 from paceline.launch.recordable import check_recordable
 from paceline.launch.summary import summarize, trace_statuses
@@ -75,6 +75,7 @@ class RecordedCommand:
         collectives: ``paceline`` gives the ranks that backend where they ask for gloo or for none.
         mpi: the MPI of the program, whose calls are recorded; None if it uses none.
         record_io: calls for files are recorded.
+        profile_steps: as of `RunConfig`.
         hang_timeout_s: as of `RunConfig`.
     """
 
@@ -85,6 +86,7 @@ class RecordedCommand:
     collectives: CollectivesChoice = "torch"
     mpi: ProgramMpi | None = None
     record_io: bool = False
+    profile_steps: int = 0
     hang_timeout_s: float = HANG_TIMEOUT_S
 
 
@@ -96,6 +98,7 @@ def prepare_command(
     collectives: CollectivesChoice = "torch",
     mpi: bool = False,
     record_io: bool | None = None,
+    profile_steps: int = 0,
     stem: str = "",
     hang_timeout_s: float = HANG_TIMEOUT_S,
 ) -> RecordedCommand:
@@ -108,6 +111,7 @@ def prepare_command(
         collectives: the backend of the ranks' collectives, as for `paceline run`.
         mpi: the command starts a program that uses MPI; without it only executables are looked at.
         record_io: whether to record calls for files, too; None: only of MPI programs.
+        profile_steps: steps of which torch.profiler adds operators and kernels.
         stem: what the name of a default folder begins with; empty: the command's.
         hang_timeout_s: as of `RunConfig`.
 
@@ -120,6 +124,7 @@ def prepare_command(
         ConfigError: a setting of the backend ``paceline`` is not valid.
     """
     check_hang_timeout(hang_timeout_s)
+    check_profile_steps(profile_steps)
     settings = resolve(CollectivesConfig)  # before the ranks find the same mistake
     folder = run or default_folder(stem or _stem(command), None, clock)
     check_recordable(command, folder)
@@ -135,6 +140,7 @@ def prepare_command(
         collectives_settings=settings,
         mpi=found,
         record_io=found is not None if record_io is None else record_io,
+        profile_steps=profile_steps,
         hang_timeout_s=hang_timeout_s,
     )
 
@@ -205,7 +211,7 @@ def _run(job: RecordedCommand, clock: Clock) -> tuple[RankExit, ...]:
     become_reaper()
     command = [sys.executable, "-m", "paceline.launch.guard", str(os.getpid()), *job.command]
     replaced = registration.variables(job.collectives)
-    environ = {**environment(), **child_environment(job.run_folder), **replaced}
+    environ = {**environment(), **child_environment(job.run_folder, job.profile_steps), **replaced}
     if job.mpi is not None:
         environ |= job.mpi.variables(job.run_folder, environ)
     if job.record_io:

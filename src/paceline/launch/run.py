@@ -292,6 +292,7 @@ class _Starter:
             *("--cores", cores),
             *("--share", str(share_index), str(share_count)),
             *("--record", "on" if config.record else "off"),
+            *("--profile-steps", str(config.profile_steps)),
             *("--collectives", self.job.collectives),
             *_plan_options(self.job.plan),
             *_memory_options(config),

@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     logs.configure(rank)
     _bind(options.cores, options.share, environ, options.threads)
     if options.record == "on":  # of what this process starts; itself is recorded below
-        os.environ.update(attach.child_environment(options.run))
+        os.environ.update(attach.child_environment(options.run, options.profile_steps))
     if options.kind == ProgramKind.EXECUTABLE:
         command = [options.program, *options.args]
         return leave_like(guard(options.launcher, command))
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
         importlib.import_module(_COLLECTIVES).replace_gloo()
     if options.record == "on":
         try:
-            attach.start(options.run, rank, int(environ["WORLD_SIZE"]))
+            attach.start(options.run, rank, int(environ["WORLD_SIZE"]), options.profile_steps)
         except OSError as problem:  # a full disk, or a folder that this node does not see
             write_report(problem, options.run, rank)
             return 1
@@ -105,6 +105,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--temporary", help="folder for multiprocessing's files")
     parser.add_argument("--record", choices=("on", "off"), default="on")
+    parser.add_argument("--profile-steps", type=int, default=0, help="steps to profile")
     parser.add_argument("--collectives", choices=("torch", "paceline"), default="torch")
     parser.add_argument("--threads", type=int, help="compute threads of the plan")
     parser.add_argument(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,8 +55,10 @@ from paceline.trace.analysis.files import FileUse
 from paceline.trace.analysis.host import HostTime
 from paceline.trace.analysis.loader import LoaderCeiling
 from paceline.trace.analysis.nans import NanValue
+from paceline.trace.analysis.nodes import NodeActivity
 from paceline.trace.analysis.phases import RankPhases, step_time_s
 from paceline.trace.analysis.pipeline import PipelineUse
+from paceline.trace.analysis.sampled import StepSamples
 from paceline.trace.analysis.shifts import Shift
 from paceline.trace.efficiency import (
     PhaseStrips,
@@ -109,6 +111,8 @@ class Report:
         spilling: what a memory budget took; None without one, and where all fits.
         data: what the nodes that served its packs did; None without such nodes.
         files: what the run did with each file, the longest time first; empty if not recorded.
+        sampled: what some steps show: layers, operators, memory by what holds it.
+        nodes: what each node did second by second.
         planned_step: of the rank with the budget's figures, if it left its plan.
         efficiency: what the ranks waited for, and what would make steps shorter; None where it was
             not asked for, of one rank, and where no steps were recorded by all ranks.
@@ -147,6 +151,8 @@ class Report:
     files: tuple[FileUse, ...] = ()
     remedies: RemedyAnswer = NO_ANSWER
     loader: LoaderCeiling | None = None
+    sampled: StepSamples = field(default_factory=StepSamples)
+    nodes: tuple[NodeActivity, ...] = ()
 
     @property
     def words(self) -> str:
@@ -312,6 +318,8 @@ def gather(run: Path, *, in_detail: bool = False, question: RemedyQuestion | Non
         remedies=_remedies(analysis, facts, config, question, in_detail=in_detail),
         files=analysis.files,
         loader=analysis.loader,
+        sampled=analysis.sampled,
+        nodes=analysis.nodes,
     )
 
 
@@ -433,6 +441,8 @@ def to_json(report: Report) -> dict[str, Any]:
         "remedies": _plain(report.remedies.forecast),
         "remedy_outcome": _plain(report.remedies.outcome),
         "files": [_plain(use) for use in report.files[:FILES_MAX]],
+        "sampled": _plain(report.sampled),
+        "nodes": [_plain(node) for node in report.nodes],
         "stragglers": [_plain(straggler) for straggler in report.stragglers],
         "shifts": [_plain(shift) for shift in report.shifts],
         "ranks": [

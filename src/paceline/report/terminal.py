@@ -22,8 +22,17 @@ from paceline.report.loader import HEADS as LOADER_HEADS
 from paceline.report.loader import loader_rows
 from paceline.report.memory_fit import render_memory_fit, render_stage_fits
 from paceline.report.model import modelled_s
+from paceline.report.node_activity import ACTIVITY_HEADS, activity_rows
 from paceline.report.pipeline import cause_rows, rank_rows, transfer_words
 from paceline.report.remedies import render_gains
+from paceline.report.sampled import (
+    LAYER_HEADS,
+    OPERATOR_HEADS,
+    layer_rows,
+    layer_words,
+    memory_rows,
+    operator_rows,
+)
 from paceline.report.stages import render_candidates, render_stages
 from paceline.report.units import (
     format_bytes,
@@ -53,6 +62,8 @@ if TYPE_CHECKING:
     from paceline.trace.analysis.files import FileUse
     from paceline.trace.analysis.host import HostTime
     from paceline.trace.analysis.loader import LoaderCeiling
+    from paceline.trace.analysis.nodes import NodeActivity
+    from paceline.trace.analysis.sampled import StepSamples
     from paceline.trace.analysis.stats import TraceStats
     from paceline.trace.merge.matches import Mismatch
 
@@ -122,6 +133,8 @@ def render_details(report: Report) -> Group:
     parts += _data_nodes(report)
     parts += _loader(report.loader)
     parts += _host_work(report.host_work, report.total.total_s, len(report.rank_phases))
+    parts += _sampled(report.sampled, report.total.total_s)
+    parts += _nodes(report.nodes)
     return Group(*parts, *_files(report.files))
 
 
@@ -164,6 +177,8 @@ def render_stats(stats: TraceStats) -> Group:
     if stats.traffic:
         parts += [Text(), _traffic(stats.traffic)]
     parts += _loader(stats.loader)
+    parts += _sampled(stats.sampled, loop_s)
+    parts += _nodes(stats.nodes)
     parts += _files(stats.files)
     untimed = sum(line.untimed_count for line in stats.traffic)
     for sentence in gap_words(untimed, stats.mismatch_count, stats.violations):
@@ -365,6 +380,32 @@ def _files(files: Sequence[FileUse]) -> list[RenderableType]:
         return []
     names, rows = file_rows(shown)
     return [Text(), _table("files", HEADS, [printable(name) for name in names], rows)]
+
+
+def _sampled(samples: StepSamples, loop_s: float) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    if samples.layers:
+        names, rows = layer_rows(samples.layers, _ROWS)
+        shown = _table("layer", LAYER_HEADS, [printable(name) for name in names], rows)
+        parts += [Text(), shown, Text(), Text(layer_words(samples, loop_s))]
+    if samples.operators:
+        names, rows = operator_rows(samples.operators, _ROWS)
+        cells = tuple((printable(name), *row) for name, row in zip(names, rows, strict=True))
+        heads = ("operator", *OPERATOR_HEADS)
+        parts += [Text(), FittingTable(heads=heads, rows=cells, names=2)]
+    if samples.memory:
+        heads, rows = memory_rows(samples.memory, _ROWS)
+        shown = _table("memory", heads, [row[0] for row in rows], [row[1:] for row in rows])
+        parts += [Text(), shown]
+    return parts
+
+
+def _nodes(nodes: Sequence[NodeActivity]) -> list[RenderableType]:
+    names, rows = activity_rows(nodes, _ROWS)
+    if not names:
+        return []
+    shown = tuple((printable(name), *cells) for name, cells in zip(names, rows, strict=True))
+    return [Text(), FittingTable(heads=("node", *ACTIVITY_HEADS), rows=shown, names=2)]
 
 
 def _stragglers(report: Report) -> FittingTable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.report.page.markup import details, section, table
+from paceline.report.page.sampled import memory_table
 from paceline.report.page.times import MAX_ROWS
 from paceline.report.units import format_bytes, plural
 
@@ -32,4 +33,10 @@ def peaks(report: Report) -> str:
     ]
     measured = table(["measured peak, resident", "bytes"], rows)
     parts.append(measured if len(rows) <= 8 else details(plural(len(rows), "rank"), measured))
-    return section("Memory", note, f'<div class="pairs">{"".join(parts)}</div>')
+    held = memory_table(report)
+    if held:
+        note += (
+            " What held it is the most in any of the steps in which it was counted; activations "
+            "are what a forward pass left for the backward pass."
+        )
+    return section("Memory", note, f'<div class="pairs">{"".join(parts)}</div>', held)

@@ -6,7 +6,7 @@ over all events of a rank or of the run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,8 +17,10 @@ from paceline.trace.analysis.counters import StepCounters, step_counters
 from paceline.trace.analysis.files import FileUse, file_uses
 from paceline.trace.analysis.loader import LoaderCeiling, loader_ceiling
 from paceline.trace.analysis.nans import NanValue, first_nan
+from paceline.trace.analysis.nodes import NodeActivity, node_activities
 from paceline.trace.analysis.phases import RankPhases, rank_phases, step_time_s
 from paceline.trace.analysis.pipeline import PipelineUse, pipeline_use
+from paceline.trace.analysis.sampled import StepSamples, step_samples
 from paceline.trace.analysis.shifts import Shift, find_shifts
 from paceline.trace.analysis.skew import skew_s
 from paceline.trace.analysis.waits import wait_intervals
@@ -51,6 +53,8 @@ class Analysis:
             were not recorded.
         pipeline: how the ranks of a model in stages spent their batches; None without stages.
         loader: what limits the loader, and what that costs; None if no loader was seen.
+        sampled: what some steps show: layers, operators, memory by what holds it.
+        nodes: what each node did second by second, in order of its first rank.
     """
 
     trace: Trace
@@ -66,6 +70,8 @@ class Analysis:
     files: tuple[FileUse, ...] = ()
     pipeline: PipelineUse | None = None
     loader: LoaderCeiling | None = None
+    sampled: StepSamples = field(default_factory=StepSamples)
+    nodes: tuple[NodeActivity, ...] = ()
 
     @property
     def matches(self) -> Matches:
@@ -125,4 +131,6 @@ def analyse(trace: Trace, rules: BlameRules | None = None) -> Analysis:
         files=file_uses(trace.ranks),
         pipeline=pipeline_use(trace, waits, phases),
         loader=loader_ceiling(trace.ranks, phases, steps),
+        sampled=step_samples(trace.ranks),
+        nodes=node_activities(trace),
     )

@@ -13,6 +13,8 @@ from paceline.trace.analysis.communication import Traffic
 from paceline.trace.analysis.files import FileUse
 from paceline.trace.analysis.host import HostTime
 from paceline.trace.analysis.loader import LoaderCeiling
+from paceline.trace.analysis.nodes import NodeActivity
+from paceline.trace.analysis.sampled import StepSamples
 from paceline.trace.format.events import Kind
 from paceline.trace.merge.matches import Mismatch
 from paceline.trace.merge.timing import Violations
@@ -70,6 +72,8 @@ class TraceStats(Record):
         violations: what contradicted causality after the correction of clocks, and was repaired.
         files: what the run did with each file, the longest time first; empty if not recorded.
         loader: what limits the loader, and what that costs; None if no loader was seen.
+        sampled: what some steps show: layers, operators, memory by what holds it.
+        nodes: what each node did second by second.
     """
 
     world_size: int
@@ -81,6 +85,8 @@ class TraceStats(Record):
     violations: Violations = field(default_factory=Violations)
     files: tuple[FileUse, ...] = ()
     loader: LoaderCeiling | None = None
+    sampled: StepSamples = field(default_factory=StepSamples)
+    nodes: tuple[NodeActivity, ...] = ()
 
 
 def summarize_trace(analysis: Analysis) -> TraceStats:
@@ -115,4 +121,6 @@ def summarize_trace(analysis: Analysis) -> TraceStats:
         violations=trace.violations,
         files=analysis.files,
         loader=analysis.loader,
+        sampled=analysis.sampled,
+        nodes=analysis.nodes,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from typing import Any
 
 
 class ObjectNumbers:
@@ -37,6 +38,11 @@ class ObjectNumbers:
         except TypeError:
             return 0
         return number
+
+    def living(self) -> list[Any]:
+        """Return the numbered objects that still live."""
+        things = [reference() for reference, _ in list(self._known.values())]
+        return [thing for thing in things if thing is not None]
 
     def _forget(self, key: int, _: object) -> None:
         self._known.pop(key, None)

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.native import Recorder
+from paceline.native import Recorder, monotonic_ns
 from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors.hook_registry import HookRegistry
+from paceline.trace.collectors.numbers import ObjectNumbers
 from paceline.trace.collectors.on_import import on_import
 from paceline.trace.collectors.sampler import StackSampler
 from paceline.trace.collectors.served_data import ServedDataRecorder
@@ -34,8 +35,10 @@ from paceline.trace.collectors.torch_in_flight import InFlight
 from paceline.trace.collectors.torch_internals import Capability
 from paceline.trace.collectors.torch_loaders import LoaderRecorder
 from paceline.trace.collectors.torch_marks import StepMarks
+from paceline.trace.collectors.torch_memory import MemoryRecorder
 from paceline.trace.collectors.torch_phases import PhaseRecorder
 from paceline.trace.collectors.torch_pipeline import PipelineRecorder
+from paceline.trace.collectors.torch_profiler import ProfilerRecorder
 from paceline.trace.collectors.torch_python_groups import PythonGroupRecorder
 from paceline.trace.collectors.torch_steps import StepRecorder
 from paceline.trace.format.events import IDLE, MAIN, Kind
@@ -47,9 +50,14 @@ __all__ = ["TorchCollector", "discarded_recording", "phase_of"]
 
 
 class TorchCollector:
-    """Hooks into torch once per process; `install` before the script runs, `close` after it."""
+    """Hooks into torch once per process; `install` before the script runs, `close` after it.
 
-    def __init__(self, recorder: Recorder) -> None:
+    Args:
+        recorder: of the rank.
+        profile_steps: steps of which torch.profiler adds operators and kernels.
+    """
+
+    def __init__(self, recorder: Recorder, *, profile_steps: int = 0) -> None:
         self.recorder = recorder
         self.loop = Loop(main_thread=threading.get_ident())
         self.available = internals.available()
@@ -69,6 +77,10 @@ class TorchCollector:
         self.pipeline = PipelineRecorder(recorder, self.hooks, self.marks)
         self.sampler = StackSampler(recorder, self.loop)
         self.marks.on_first = self.sampler.start
+        self.optimizers = ObjectNumbers()
+        self.layers = self.phases.layers
+        self.memory = MemoryRecorder(recorder, self.phases.modules, self.optimizers)
+        self.profiler = ProfilerRecorder(recorder, profile_steps) if profile_steps else None
 
     def install(self) -> None:
         """Put the hooks in place. What fails is not recorded, and a warning says so."""
@@ -105,7 +117,30 @@ class TorchCollector:
             hidden.attempt(internals.hide_from_dynamo, __package__)
 
     def _see_steps(self) -> None:
-        StepRecorder(self.recorder, self.loop, self.phases, self.marks, self.available, self.hooks)
+        StepRecorder(
+            self.recorder,
+            self.loop,
+            self.phases,
+            self.marks,
+            self.optimizers,
+            self.available,
+            self.hooks,
+        )
+        self.marks.on_step.append(self._note_step)
+        self.phases.before_backward.append(self._before_backward)
+
+    def _note_step(self) -> None:
+        now_ns = monotonic_ns()
+        self.layers.timed.attempt(self.layers.end_step, now_ns)
+        self.memory.counted.attempt(self.memory.end_step, now_ns)
+        if self.profiler is not None:
+            self.profiler.profiled.attempt(self.profiler.end_step, now_ns)
+
+    def _before_backward(self) -> None:
+        if self.memory.sampling:
+            self.memory.counted.attempt(self.memory.before_backward)
+        if self.layers.sampling:
+            self.layers.timed.attempt(self.layers.before_backward)
 
     def see_served_data(self, memories: Iterable[str]) -> None:
         """Record what the data servers of this node do.
@@ -117,7 +152,7 @@ class TorchCollector:
 
         def install() -> None:
             served = ServedDataRecorder(self.recorder, memories)
-            self.marks.on_step = callback(counters, served.note)
+            self.marks.on_step.append(callback(counters, served.note))
 
         counters.attempt(install)
 
@@ -128,6 +163,8 @@ class TorchCollector:
         """
         self.in_flight.close()
         self.phases.loss_begin_ns = 0
+        self.layers.pause()
+        self.memory.pause()
         self.hooks.remove()
         self.sampler.stop()
 
@@ -139,6 +176,8 @@ class TorchCollector:
     def close(self) -> None:
         """Record what is still open, and the memory high-water mark of an accelerator."""
         RecordedKind("the end of sampling").attempt(self.sampler.stop)
+        if self.profiler is not None:
+            self.profiler.profiled.attempt(self.profiler.close)
         RecordedKind("the end of garbage collections").attempt(self.host.close)
         self.loaders.close()
         RecordedKind("collectives that had not completed").attempt(self.in_flight.close)

@@ -46,6 +46,7 @@ class Capability(Enum):
     FUNCTIONAL_WAIT = "waits for functional collectives (they count as other time)"
     GROUP_MEMBERS = "which ranks form a group, and with them roots and peers"
     BACKENDS = "whether completion is seen: collectives of accelerators count as not seen"
+    GRADIENT_HOOKS = "when gradients become ready"
     THREAD_STATE = "nothing, but completions cost 45 us more on the backend's threads"
     DYNAMO_FRAMES = (
         "nothing, but Dynamo sees the recorder: a compiled script may get other graphs and weights"
@@ -201,6 +202,27 @@ def _engine() -> Any:
 def remove_kernels(library: torch.library.Library) -> None:
     """Take a library's kernels off the dispatcher."""
     library._destroy()  # noqa: SLF001  # otherwise only at some collection of garbage
+
+
+def see_gradient(
+    parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]
+) -> Callable[[], None]:
+    """Have `hook` called when a parameter's gradient is accumulated; return what ends that."""
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+
+    def remove() -> None:
+        handle.remove()
+        # Else torch goes on asking an empty table, at each accumulation.
+        if not parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]  # noqa: SLF001  # no public name
+            parameter._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]  # noqa: SLF001  # no public name
+
+    return remove
+
+
+def compiles_backward() -> bool:
+    """Return whether backward passes are compiled (compiled autograd): hooks become part of them."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "compiled_autograd_enabled", False))
 
 
 def unbox_group(argument: Any) -> Any:
@@ -436,6 +458,14 @@ def _check_engine_callback() -> None:
         raise AttributeError("the engine takes no callbacks")
 
 
+def _check_gradient_hooks() -> None:
+    # No backward pass: its threads would not survive a fork of the script's.
+    tensor = torch.zeros((), requires_grad=True)
+    see_gradient(tensor, lambda _: None)()
+    if tensor._post_accumulate_grad_hooks is not None:  # type: ignore[attr-defined]  # noqa: SLF001  # see_gradient
+        raise AttributeError("the hook cannot be taken out")
+
+
 def _check_dynamo_frames() -> None:
     set_strategy, strategy, action = _dynamo_frames()
     set_strategy(_check_dynamo_frames.__code__, strategy(action.SKIP, action.DEFAULT))
@@ -459,6 +489,7 @@ _CHECKS: dict[Capability, Callable[[], object]] = {
     Capability.FUNCTIONAL_WAIT: _check_functional_wait,
     Capability.GROUP_MEMBERS: lambda: dist.distributed_c10d._world.pg_group_ranks.get,  # noqa: SLF001  # see members_of
     Capability.BACKENDS: lambda: c10d().ProcessGroup._get_backend,  # noqa: SLF001  # see backend_of
+    Capability.GRADIENT_HOOKS: _check_gradient_hooks,
     Capability.THREAD_STATE: _check_thread_state,
     Capability.DYNAMO_FRAMES: _check_dynamo_frames,
 }
@@ -501,6 +532,7 @@ _DISTRIBUTED = frozenset(Capability) - {
     Capability.OPTIMIZER_HOOKS,
     Capability.STEP_CODE,
     Capability.ENGINE_CALLBACK,
+    Capability.GRADIENT_HOOKS,
     Capability.THREAD_STATE,
     Capability.DYNAMO_FRAMES,
 }

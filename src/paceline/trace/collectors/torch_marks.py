@@ -25,14 +25,14 @@ class StepMarks:
     """Ends steps of the recorder; used by the main thread, but for `by_script`.
 
     Attributes:
-        on_step: called at the end of each step, as a part of it.
+        on_step: called in order at the end of each step, as a part of it.
         on_first: called once, when the first batch, forward pass or mark shows that the loop runs.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.on_first: Callable[[], None] | None = None
-        self.on_step: Callable[[], None] | None = None
+        self.on_step: list[Callable[[], None]] = []
         self._by_optimizer = recorder.intern(BY_OPTIMIZER)
         self._by_batch = recorder.intern(BY_BATCH)
         self._by_backward = recorder.intern(BY_BACKWARD)
@@ -97,8 +97,8 @@ class StepMarks:
 
     def _end(self, name: int, number: int) -> None:
         self._went_backward = False
-        if self.on_step is not None:
-            self.on_step()
+        for note in self.on_step:
+            note()
         self.recorder.end_step(name, number)
         self._note_loop()
 

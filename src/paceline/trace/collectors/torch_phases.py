@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -18,6 +18,7 @@ from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors.numbers import ObjectNumbers
 from paceline.trace.collectors.torch_hooks import RAISED, OpenPhase, RecordedKind, around
 from paceline.trace.collectors.torch_internals import Capability
+from paceline.trace.collectors.torch_layers import LayerRecorder, OpenLayer
 from paceline.trace.format.events import (
     EVALUATION_MODE,
     IDLE,
@@ -32,7 +33,7 @@ from paceline.trace.format.events import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Set
     from types import ModuleType
 
     from paceline.native import Recorder
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from paceline.trace.collectors.torch_loaders import LoaderRecorder
     from paceline.trace.collectors.torch_marks import StepMarks
 
+S = TypeVar("S")
 _OPTIMIZER, _HOST = int(Kind.OPTIMIZER), int(Kind.HOST)
 _FORWARD, _EVALUATION = int(Kind.FORWARD), int(Kind.EVALUATION)
 # What belongs to the update of the parameters, beside an optimizer's step.
@@ -77,6 +79,11 @@ class PhaseRecorder:
         self.modules = ObjectNumbers()
         self.loaders = ObjectNumbers()
         self.kinds: dict[Kind, RecordedKind] = {}
+        # Where calls of modules pass: within a model, but while its layers are timed.
+        passed_on = set(_part_of_phases(_FORWARD))
+        self.layers = LayerRecorder(recorder, passed_on, available)
+        self.passed_on = passed_on
+        self.before_backward: list[Callable[[], None]] = []  # called before such a pass begins
         self.loss_begin_ns = 0  # end of the last training forward, when nothing came after it
         self.stepped_in_backward = False
 
@@ -251,11 +258,14 @@ class PhaseRecorder:
     def _wrap_forward(self) -> None:
         """Record the outermost calls of modules, with what tells an evaluation from training."""
         recorder, name = self.recorder, self.recorder.intern("forward")
+        layers = self.layers
 
-        def before(args: Arguments, _kwargs: Keywords) -> OpenPhase | None:
+        def before(args: Arguments, _kwargs: Keywords) -> OpenPhase | OpenLayer | None:
             if not args or not self.on_main_thread():
                 return None
             module = args[0]
+            if self.loop.phase == _FORWARD:
+                return layers.timed.attempt(layers.open, module)
             flags = 0 if torch.is_grad_enabled() else WITHOUT_GRADIENTS
             if not module.training:
                 flags |= EVALUATION_MODE
@@ -264,24 +274,34 @@ class PhaseRecorder:
                 self.marks.before_forward()
             is_evaluation = flags == WITHOUT_GRADIENTS | EVALUATION_MODE
             tag = self.modules.number_of(module, same_as=_unwrapped(module))
+            if layers.sampling:
+                layers.timed.attempt(layers.enter_model, _unwrapped(module))
             return self._open(_EVALUATION if is_evaluation else _FORWARD, tag, flags)
 
-        def after(state: OpenPhase, *_: object) -> None:
+        def after(state: OpenPhase | OpenLayer, *_: object) -> None:
+            if type(state) is OpenLayer:
+                layers.timed.attempt(layers.close, state)
+                return
             begin_ns, outer, number, tag, flags = state
             self.loop.phase = outer
             end_ns = recorder.end(number, name, begin_ns, 0, outer, tag, flags)
             if outer == IDLE and torch.is_grad_enabled():
                 self.loss_begin_ns = end_ns
 
-        self._replace(torch.nn.Module, "__call__", Kind.FORWARD, before, after)
+        self._replace(
+            *(torch.nn.Module, "__call__", Kind.FORWARD, before, after), passes_in=self.passed_on
+        )
 
     def _wrap_backward(self) -> None:
         recorder, number = self.recorder, int(Kind.BACKWARD)
         backward_name, loss_name = recorder.intern("backward"), recorder.intern(LOSS)
+        layers = self.layers
 
         def before(_args: Arguments, _kwargs: Keywords) -> OpenPhase | None:
             if not self.on_main_thread():
                 return None
+            for note in self.before_backward:
+                note()
             self.in_flight.enter_backward()
             state = self._open(number)
             if self.loss_begin_ns:
@@ -293,6 +313,7 @@ class PhaseRecorder:
             self.loop.phase = state.outer
             recorder.end(number, backward_name, state.begin_ns, 0, state.outer)
             self.in_flight.leave_backward()
+            layers.timed.attempt(layers.after_backward)
             if state.outer == IDLE:
                 self.marks.after_backward()
             if self.stepped_in_backward:
@@ -306,13 +327,15 @@ class PhaseRecorder:
         owner: Any,
         attribute: str,
         kind: Kind,
-        before: Callable[[Arguments, Keywords], OpenPhase | None],
-        after: Callable[[OpenPhase, Any, Arguments, Keywords], None],
+        before: Callable[[Arguments, Keywords], S | None],
+        after: Callable[[S, Any, Arguments, Keywords], None],
+        *,
+        passes_in: Set[int] | None = None,
     ) -> None:
         hooked = around(
             *(getattr(owner, attribute), self.recorded(kind), before, after),
             loop=self.loop,
-            passes_in=_part_of_phases(int(kind)),
+            passes_in=_part_of_phases(int(kind)) if passes_in is None else passes_in,
         )
         self.hooks.replace(owner, attribute, hooked)
 

@@ -6,7 +6,6 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from paceline.trace.collectors import torch_internals as internals
-from paceline.trace.collectors.numbers import ObjectNumbers
 from paceline.trace.collectors.torch_hooks import RecordedKind, callback
 from paceline.trace.collectors.torch_internals import Capability
 from paceline.trace.collectors.torch_parameters import TrainedParameters
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 
     from paceline.native import Recorder
     from paceline.trace.collectors.hook_registry import HookRegistry
+    from paceline.trace.collectors.numbers import ObjectNumbers
     from paceline.trace.collectors.torch_hooks import Loop
     from paceline.trace.collectors.torch_marks import StepMarks
     from paceline.trace.collectors.torch_phases import PhaseRecorder
@@ -37,6 +37,7 @@ class StepRecorder:
         loop: Loop,
         phases: PhaseRecorder,
         marks: StepMarks,
+        optimizers: ObjectNumbers,
         available: frozenset[Capability],
         hooks: HookRegistry,
     ) -> None:
@@ -44,7 +45,7 @@ class StepRecorder:
         self.loop = loop
         self.phases = phases
         self.marks = marks
-        self.optimizers = ObjectNumbers()
+        self.optimizers = optimizers
         self.name = recorder.intern("step")
         self.trained = TrainedParameters(recorder)
         self.trains = RecordedKind("how many bytes of parameters the run trains")

@@ -66,7 +66,10 @@ _NEAREST = {
     "neighbor_all_gather": "all_gather",
     "neighbor_all_to_all": "all_to_all",
 }
-_NOT_COMPUTE = (*COMMUNICATION_KINDS, Kind.COUNTER, Kind.STEP, Kind.SAMPLE)
+_NOT_COMPUTE = (
+    *(*COMMUNICATION_KINDS, Kind.COUNTER, Kind.STEP, Kind.SAMPLE),
+    *(Kind.LAYER, Kind.GRADIENT),  # of some steps only: graphs of all steps are alike
+)
 
 
 def write_chakra(

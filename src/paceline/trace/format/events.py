@@ -38,6 +38,10 @@ class Kind(IntEnum):
     STAGE = 16
     READ = 17
     WRITE = 18
+    LAYER = 19
+    GRADIENT = 20
+    OPERATOR = 21
+    KERNEL = 22
 
 
 class LocationType(IntEnum):
@@ -90,7 +94,8 @@ MAIN, COMMUNICATION = 0, 1
 # and a forward pass it is the number of the optimizer, loader or module, from 1; of a collective it
 # is the name of the path that its bytes took, of a call for a file (READ, WRITE) the name that is
 # its path (indices like `name`); 0 for none. Of an action of a pipeline (STAGE) `tag` is the stage,
-# `amount` the microbatch, and `sequence` the number of the batch on this rank.
+# `amount` the microbatch, and `sequence` the number of the batch on this rank. Of an operator
+# (OPERATOR) `amount` is the nanoseconds that it spent outside of operators within it.
 EVENT_DTYPE = np.dtype(
     [
         ("begin_ns", "<u8"),
@@ -194,3 +199,25 @@ DATALOADER_COUNTERS = {
 IO_OPERATIONS = ("open", "stat", "list", "read", "write", "sync", "map", "close")
 IO_COUNTERS = {operation: f"io_{operation}" for operation in IO_OPERATIONS}
 IO_AT_ONCE = "io_at_once"  # a counter: how many of a file's calls were under way at one time
+# Steps in which layers are timed, and where the memory of a rank is counted, come now and then: a
+# counter at the end of each says what that took of the rank's time, and of what it was.
+SAMPLED_LAYERS, SAMPLED_MEMORY = "sampled_layers_ns", "sampled_memory_ns"
+# Counters of memory, by what holds it: at the end of a step, but activations, which are what the
+# forward pass left for the backward pass; the last is resident anonymous memory of the process.
+MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "other")
+MEMORY_COUNTERS = {kind: f"memory_{kind}_bytes" for kind in MEMORY_KINDS}
+MEMORY_HOST = "memory_host_bytes"
+PROFILED = "torch.profiler"  # name of a HOST event: the profiler started, or gave its events
+# Counters of a node, at a location of their own, by one rank of the node. Each is of the time from
+# `begin_ns` to `end_ns`; those of GPUs are called node_gpu0_busy_percent and so on.
+NODE = "node "  # begins the name of that location
+NODE_BUSY, NODE_STOLEN, NODE_CORES = "node_busy_ns", "node_stolen_ns", "node_cores"
+NODE_RUNNABLE = "node_runnable"
+NODE_MEMORY, NODE_MEMORY_TOTAL = "node_memory_bytes", "node_memory_total_bytes"
+NODE_BYTES = {
+    "received": "node_received_bytes",
+    "sent": "node_sent_bytes",
+    "read": "node_read_bytes",
+    "written": "node_written_bytes",
+}
+NODE_GPU = "node_gpu"  # begins the name of a GPU's counter
