@@ -6,7 +6,8 @@ data, allocator and placement of the process stay. Neighbouring blocks, one reco
 an order drawn for each pair, form a pair. The estimate is the median over pairs of the difference
 of their CPU time per step (the median over the block of CLOCK_PROCESS_CPUTIME_ID, less the
 recorder's writer thread; the mean of both ranks), with its bootstrapped 95 % interval. The writer
-works in few steps: its CPU time is counted by itself, on average, and added. Wall time, the slower
+works in few steps: its CPU time is counted by itself, on average, and added. So is what looking
+closely at some steps takes (layers, memory), by the recorder's own counters. Wall time, the slower
 rank's, stands beside it.
 
 The control is the same estimator on pairs of which neither block is recorded ("nothing against
@@ -342,8 +343,11 @@ def interval(launches, size, kind, clock, function=differences):
     return dict(zip(("median", "low", "high"), median_interval(groups), strict=True))
 
 
-def judge(report, launches, size):
-    """Add the rows of one step size; return (added CPU time, how far the control reaches)."""
+def judge(report, launches, size, sampled_s=0.0):
+    """Add the rows of one step size; return (added CPU time, how far the control reaches).
+
+    `sampled_s` is what looking closely at some steps takes, for each step.
+    """
     pairs = [pair for launch_pairs in launches for pair in launch_pairs[size]["on"]]
     step_s = statistics.median(off["wall"] for _, off in pairs)
     writer_s = float(np.mean([on["writer"] for on, _ in pairs]))
@@ -351,7 +355,7 @@ def judge(report, launches, size):
         added = interval(launches, size, "on", clock)
         control = interval(launches, size, "nothing", clock)
         if clock == "cpu":
-            added = {name: seconds + writer_s for name, seconds in added.items()}
+            added = {name: seconds + writer_s + sampled_s for name, seconds in added.items()}
         report.row(
             size=size,
             step_s=step_s,
@@ -361,7 +365,12 @@ def judge(report, launches, size):
             nothing_against_nothing_s=control,
         )
     by_rank = np.median([on["cpu"] - off["cpu"] for on, off in pairs], axis=0)
-    report.row(size=size, hooks_cpu_s_by_rank=by_rank.tolist(), writer_cpu_s=writer_s)
+    report.row(
+        size=size,
+        hooks_cpu_s_by_rank=by_rank.tolist(),
+        writer_cpu_s=writer_s,
+        sampled_cpu_s=sampled_s,
+    )
     for kind, hooks in (("paused", "out"), ("launcher", "in")):
         report.row(
             size=size,
@@ -383,6 +392,17 @@ def add_bar(report, name, added_s, control_s, limit_s, unit_s):
     report.bar(name, value, limit_s / unit_s, reason=reason)
 
 
+def sampled_s_per_step(run):
+    """Return what looking closely at some steps took for each step of the run, mean over ranks."""
+    from paceline.trace.analysis.sampled import step_samples
+    from paceline.trace.format.events import Kind
+    from paceline.trace.merge import load_run
+
+    ranks = load_run(run).ranks
+    steps = int((ranks[0].events["kind"] == Kind.STEP).sum())
+    return step_samples(ranks).cost_s / steps
+
+
 def events_per_step(run):
     """Return how many events of each sort rank 0 recorded per step."""
     from paceline.trace.format.events import Kind
@@ -391,7 +411,8 @@ def events_per_step(run):
     events = load_run(run).ranks[0].events
     kinds = events["kind"]
     steps = int((kinds == Kind.STEP).sum())
-    ends = int(np.isin(kinds, [Kind.STEP, Kind.COUNTER]).sum())
+    apart = [Kind.STEP, Kind.COUNTER, Kind.LAYER, Kind.GRADIENT]  # these are counted by time
+    ends = int(np.isin(kinds, apart).sum())
     collectives = int((kinds == Kind.COLLECTIVE).sum())
     return {
         "phase": (len(events) - ends - collectives) / steps,
@@ -432,8 +453,9 @@ def main():
             launches.append(launch(place, rng, rounds, batches))
             tell(f"launch {number + 1} of {count}: {time.perf_counter() - begin:.0f} s")
         per_step = events_per_step(place / "recorded" / "RUN")
-    long_added, long_control = judge(report, launches, "long")
-    short_added, short_control = judge(report, launches, "short")
+        sampled_s = sampled_s_per_step(place / "recorded" / "RUN")
+    long_added, long_control = judge(report, launches, "long", sampled_s)
+    short_added, short_control = judge(report, launches, "short", sampled_s)
     cost_s = {}
     for heat, cost in measured_costs().items():
         cost_s[heat] = sum(cost[what] * per_step[what] for what in cost)
@@ -448,7 +470,8 @@ def main():
         "added CPU time per rank of a short step, us",
         *(short_added, short_control, BAR_S, 1e-6),
     )
-    report.bar("events per step x cost of an event / step", cost_s["cold"] / LONG_S, BAR_SHARE)
+    cold_s = cost_s["cold"] + sampled_s
+    report.bar("events per step x cost of an event / step", cold_s / LONG_S, BAR_SHARE)
     against = interval(launches, "long", "launcher", "wall", ratios)
     control = interval(launches, "long", "nothing", "wall", ratios)
     reach = max(abs(control["low"] - 1), abs(control["high"] - 1))

@@ -307,6 +307,24 @@ def test_capability_backends(world):
     assert not internals.completion_is_seen("", "cuda")
 
 
+def test_capability_gradient_hooks():
+    """A parameter's hook is called once its gradient is there, and leaves nothing behind."""
+    layer = nn.Linear(2, 1)
+    seen = []
+    remove = internals.see_gradient(layer.weight, lambda weight: seen.append(weight.grad.clone()))
+    layer(torch.ones(1, 2)).sum().backward()
+    assert [gradient.tolist() for gradient in seen] == [[[1.0, 1.0]]]
+    remove()
+    layer(torch.ones(1, 2)).sum().backward()
+    assert len(seen) == 1
+    assert layer.weight._post_accumulate_grad_hooks is None
+    own = layer.weight.register_post_accumulate_grad_hook(lambda _: seen.append(None))
+    internals.see_gradient(layer.weight, lambda _: None)()
+    layer(torch.ones(1, 2)).sum().backward()
+    assert len(seen) == 2, "a hook of the script's stays"
+    own.remove()
+
+
 def test_capability_thread_state(world):
     """A backend's thread may be kept, again and again, and still call back."""
     threads = []

@@ -48,8 +48,8 @@ class RunConfig(Configuration):
 
     Changes results: `ranks`, since the script divides its data by them; `collectives`, and
     `strategy` with `partitions`, `replicas` and `microbatches`, in the last bits of sums.
-    Changes speed: `record`, `record_io`, `profile_steps`, `bind`, `allocator`, `node_reader`, `memory_budget_bytes`,
-    `spill_folder`.
+    Changes speed: `record`, `record_io`, `profile_steps`, `bind`, `allocator`, `node_reader`,
+    `memory_budget_bytes`, `spill_folder`.
     Changes what is printed: `tag_output`.
     Says where the other nodes are, with the meaning that torchrun gives these names: `nnodes`,
     `node_rank`, `rdzv_endpoint`, `rdzv_id`.

@@ -90,7 +90,7 @@ class RecordedCommand:
     hang_timeout_s: float = HANG_TIMEOUT_S
 
 
-def prepare_command(
+def prepare_command(  # noqa: PLR0913  # a value for each option of the command line
     command: Sequence[str],
     run: Path | None,
     clock: Clock,

@@ -10,10 +10,10 @@ from paceline.trace.format.events import MEMORY_KINDS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.trace.analysis.sampled import HeldMemory, LayerTime, OperatorTime, StepSamples
+    from paceline.trace.analysis.sampled import HeldMemory, LayerTime, ProfiledOperator, StepSamples
 
-LAYER_HEADS = ("forward", "own", "gradients ready", "gradients")
-OPERATOR_HEADS = ("on", "calls", "total", "own")
+LAYER_HEADS = ("forward", "self", "gradients ready", "gradients")
+OPERATOR_HEADS = ("on", "calls", "total", "self")
 
 
 def layer_rows(layers: Sequence[LayerTime], most: int) -> tuple[list[str], list[list[str]]]:
@@ -21,14 +21,14 @@ def layer_rows(layers: Sequence[LayerTime], most: int) -> tuple[list[str], list[
 
     Args:
         layers: in the order of a step.
-        most: rows; those with the longest own time, in the order of a step.
+        most: rows; those with the longest self time, in the order of a step.
     """
-    longest = sorted(layers, key=lambda layer: -layer.own_s)[:most]
+    longest = sorted(layers, key=lambda layer: -layer.self_s)[:most]
     shown = [layer for layer in layers if layer in longest]
     cells = [
         [
             format_seconds(layer.forward_s) if layer.calls else "-",
-            format_seconds(layer.own_s) if layer.calls else "-",
+            format_seconds(layer.self_s) if layer.calls else "-",
             "-" if layer.ready_s is None else f"after {format_seconds(layer.ready_s)}",
             format_bytes(layer.gradient_bytes) if layer.gradient_bytes else "-",
         ]
@@ -57,7 +57,7 @@ def layer_words(samples: StepSamples, loop_s: float) -> str:
 
 
 def operator_rows(
-    operators: Sequence[OperatorTime], most: int
+    operators: Sequence[ProfiledOperator], most: int
 ) -> tuple[list[str], list[list[str]]]:
     """Return names and cells of a table of operators under `OPERATOR_HEADS`."""
     shown = operators[:most]
@@ -66,7 +66,7 @@ def operator_rows(
             row.device,
             significant(row.calls),
             format_seconds(row.total_s),
-            format_seconds(row.own_s),
+            format_seconds(row.self_s),
         ]
         for row in shown
     ]

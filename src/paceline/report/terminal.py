@@ -394,8 +394,8 @@ def _sampled(samples: StepSamples, loop_s: float) -> list[RenderableType]:
         heads = ("operator", *OPERATOR_HEADS)
         parts += [Text(), FittingTable(heads=heads, rows=cells, names=2)]
     if samples.memory:
-        heads, rows = memory_rows(samples.memory, _ROWS)
-        shown = _table("memory", heads, [row[0] for row in rows], [row[1:] for row in rows])
+        kinds, rows = memory_rows(samples.memory, _ROWS)
+        shown = _table("memory", kinds, [row[0] for row in rows], [row[1:] for row in rows])
         parts += [Text(), shown]
     return parts
 

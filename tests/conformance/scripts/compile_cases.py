@@ -322,8 +322,17 @@ def outcome(case, backend):
     }
 
 
+def sample_every_step():
+    """Have the recorder, if there is one, look closely at all steps instead of a few."""
+    name = "paceline.trace.collectors.sampled_steps"
+    if name in sys.modules:
+        sys.modules[name].SampledSteps.is_sampled = lambda *_: True
+        sys.modules[name].SampledSteps.next_step = lambda *_: 0
+
+
 def main():
     out, backend, *names = sys.argv[1:]
+    sample_every_step()
     dist.init_process_group("gloo")
     dist.all_reduce(torch.zeros(1))
     outcomes = {name: outcome(globals()[name], backend) for name in names}

@@ -54,7 +54,7 @@ def share_lines(nodes: Sequence[NodeActivity]) -> Chart:
     """Return the shares over time of what each node has: cores, memory, GPUs."""
     end_s = max(node.ends_s[-1] for node in nodes)
     marks, labels = vertical_scale(100.0, 3, _HEIGHT_PX, "in use, %", "g")
-    legend = []
+    legend: list[tuple[str, str]] = []
     for node in nodes:
         for series in node.series:
             shares = _shares(node, series)

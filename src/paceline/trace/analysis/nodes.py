@@ -104,12 +104,11 @@ def node_activities(trace: Trace) -> tuple[NodeActivity, ...]:
     for indices in nodes.values():
         # A second rank counts if the first has ended, or could not see that another one counts.
         counted = [_intervals(trace, index, start_ns) for index in indices]
-        counted = sorted(
-            (one for one in counted if len(one.end_s)), key=lambda one: -len(one.end_s)
-        )
+        counted = [intervals for intervals in counted if len(intervals.end_s)]
         if counted:
             ranks = tuple(trace.ranks[index].rank for index in indices)
-            found.append(_activity(counted[0], ranks))
+            longest = max(counted, key=lambda intervals: len(intervals.end_s))
+            found.append(_activity(longest, ranks))
     return tuple(found)
 
 

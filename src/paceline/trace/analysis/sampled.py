@@ -39,7 +39,7 @@ class LayerTime(Record):
         calls: of the layer in a step's forward passes; 0 for one that was not seen to be called,
             as within compiled code.
         forward_s: in these calls, of a step, with the layers within it.
-        own_s: the same without the layers within it.
+        self_s: the same without the layers within it.
         ready_s: from the begin of a backward pass until the last of its gradients was ready; None
             without gradients.
         gradient_bytes: of these gradients.
@@ -49,14 +49,14 @@ class LayerTime(Record):
     name: str
     calls: float
     forward_s: float
-    own_s: float
+    self_s: float
     ready_s: float | None
     gradient_bytes: int
     steps: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OperatorTime(Record):
+class ProfiledOperator(Record):
     """One operator or kernel, in the mean of the profiled steps and of the ranks.
 
     Attributes:
@@ -64,7 +64,7 @@ class OperatorTime(Record):
         device: ``cpu``, or the name of the device's stream.
         calls: in a step.
         total_s: of a step in them.
-        own_s: the same without the operators within it.
+        self_s: the same without the operators within it.
         steps: profiled steps of all ranks on which this rests.
     """
 
@@ -72,7 +72,7 @@ class OperatorTime(Record):
     device: str
     calls: float
     total_s: float
-    own_s: float
+    self_s: float
     steps: int
 
 
@@ -84,8 +84,8 @@ class HeldMemory(Record):
         rank: the global rank.
         samples: number of steps in which it was counted.
         held_bytes: by kind: parameters (with buffers), gradients, optimizer, activations (what a
-            forward pass left for the backward pass), other. Kinds that could not be told are left
-            out.
+            forward pass left for the backward pass), other. Those that are
+            not known are left out.
         host_bytes: resident anonymous memory of the process; 0 if not known.
     """
 
@@ -101,13 +101,13 @@ class StepSamples(Record):
 
     Attributes:
         layers: in the order in which a step calls them.
-        operators: of the profiled steps, the longest own time first; at most `OPERATORS_MAX`.
+        operators: of the profiled steps, the longest self time first; at most `OPERATORS_MAX`.
         memory: of each rank that counted it.
         cost_s: seconds that sampling took, summed over the steps, the mean over ranks.
     """
 
     layers: tuple[LayerTime, ...] = ()
-    operators: tuple[OperatorTime, ...] = ()
+    operators: tuple[ProfiledOperator, ...] = ()
     memory: tuple[HeldMemory, ...] = ()
     cost_s: float = 0.0
 
@@ -131,7 +131,7 @@ class _Sums:
     """What adds up for one layer."""
 
     def __init__(self) -> None:
-        self.calls = self.forward_ns = self.own_ns = 0
+        self.calls = self.forward_ns = self.self_ns = 0
         self.ready_ns: list[float] = []
         self.gradient_bytes = 0
 
@@ -150,7 +150,7 @@ def _layers(ranks: Sequence[RankTrace]) -> tuple[LayerTime, ...]:
             name=name,
             calls=found.calls / steps,
             forward_s=found.forward_ns / 1e9 / steps,
-            own_s=found.own_ns / 1e9 / steps,
+            self_s=found.self_ns / 1e9 / steps,
             ready_s=float(np.mean(found.ready_ns)) / 1e9 if found.ready_ns else None,
             gradient_bytes=round(found.gradient_bytes / steps),
             steps=steps,
@@ -161,7 +161,7 @@ def _layers(ranks: Sequence[RankTrace]) -> tuple[LayerTime, ...]:
 
 def _add_calls(rank: RankTrace, calls: np.ndarray, sums: dict[str, _Sums]) -> None:
     calls = calls[np.lexsort((-calls["end_ns"].astype(np.int64), calls["begin_ns"]))]
-    own = own_ns(calls["begin_ns"].astype(np.int64), calls["end_ns"].astype(np.int64))
+    own = self_ns(calls["begin_ns"].astype(np.int64), calls["end_ns"].astype(np.int64))
     names, firsts, which = np.unique(calls["name"], return_index=True, return_inverse=True)
     lengths = (calls["end_ns"] - calls["begin_ns"]).astype(np.int64)
     for number in np.argsort(firsts).tolist():  # in the order of their first calls
@@ -169,7 +169,7 @@ def _add_calls(rank: RankTrace, calls: np.ndarray, sums: dict[str, _Sums]) -> No
         found = sums.setdefault(rank.names[names[number]], _Sums())
         found.calls += int(chosen.sum())
         found.forward_ns += int(lengths[chosen].sum())
-        found.own_ns += int(own[chosen].sum())
+        found.self_ns += int(own[chosen].sum())
 
 
 def _add_gradients(rank: RankTrace, gradients: np.ndarray, sums: dict[str, _Sums]) -> None:
@@ -197,17 +197,17 @@ def _add_gradients(rank: RankTrace, gradients: np.ndarray, sums: dict[str, _Sums
         own.ready_ns += last_ns[found // len(passes) == number].tolist()
 
 
-def own_ns(begin_ns: np.ndarray, end_ns: np.ndarray) -> np.ndarray:
+def self_ns(begin_ns: np.ndarray, end_ns: np.ndarray) -> np.ndarray:
     """Return what each of nested intervals lasts without those within it, shape (intervals,).
 
     Args:
         begin_ns: in order; of equal ones the outer interval comes first.
         end_ns: shaped as `begin_ns`.
 
-    >>> own_ns(np.array([0, 1, 2, 6]), np.array([10, 5, 4, 8])).tolist()
+    >>> self_ns(np.array([0, 1, 2, 6]), np.array([10, 5, 4, 8])).tolist()
     [4, 2, 2, 2]
     """
-    own = end_ns - begin_ns
+    own: np.ndarray = end_ns - begin_ns
     lengths = own.copy()
     # Of the intervals that began before, those that have ended are not around this one.
     depths = np.arange(len(own)) - np.searchsorted(np.sort(end_ns), begin_ns, side="right")
@@ -218,7 +218,7 @@ def own_ns(begin_ns: np.ndarray, end_ns: np.ndarray) -> np.ndarray:
     return own
 
 
-def _operators(ranks: Sequence[RankTrace]) -> tuple[OperatorTime, ...]:
+def _operators(ranks: Sequence[RankTrace]) -> tuple[ProfiledOperator, ...]:
     sums: dict[tuple[str, str], np.ndarray] = {}
     steps = 0
     for rank in ranks:
@@ -237,17 +237,17 @@ def _operators(ranks: Sequence[RankTrace]) -> tuple[OperatorTime, ...]:
             place = (rank.names[key & 0xFFFF], device)
             sums[place] = sums[place] + column if place in sums else column
     rows = [
-        OperatorTime(
+        ProfiledOperator(
             name=name,
             device=device,
             calls=float(calls) / steps,
             total_s=float(total) / 1e9 / steps,
-            own_s=float(own) / 1e9 / steps,
+            self_s=float(own) / 1e9 / steps,
             steps=steps,
         )
         for (name, device), (calls, total, own) in sums.items()
     ]
-    return tuple(sorted(rows, key=lambda row: (-row.own_s, row.name))[:OPERATORS_MAX])
+    return tuple(sorted(rows, key=lambda row: (-row.self_s, row.name))[:OPERATORS_MAX])
 
 
 def _memory(rank: RankTrace) -> HeldMemory | None:

@@ -1,8 +1,8 @@
 """Decides which steps are looked at more closely, so that this costs no more than it may.
 
-What costs too much for every step is done in few of them. A sampled step says what it took; the next
-one comes when enough time has passed for that to be at most `share` of it, and enough steps for at
-most `most_ns` each. So the bound holds whatever a hook costs on this machine, in this model.
+What costs too much for every step is done in few of them. A sampled step says what it took; the
+next one comes when enough time has passed for that to be at most `share` of it, and enough steps
+for at most `most_ns` each. So the bound holds whatever a hook costs on this machine, in this model.
 
 A sampled step of one rank delays those that wait for it. Steps are multiples of a power of two, so
 that the ranks of a run sample the same ones, or one rank a part of those of another.
@@ -32,6 +32,10 @@ class SampledSteps:
         self._due_step = FIRST_STEP
         self._due_ns = 0
 
+    def next_step(self, after: int) -> int:
+        """Return the first step after step `after` that may be sampled."""
+        return -(-max(self._due_step, after + 1) // self.every) * self.every
+
     def is_sampled(self, step: int, now_ns: int) -> bool:
         """Return whether the step `step`, which begins now, is sampled."""
         if step < self._due_step or step % self.every:
@@ -52,7 +56,7 @@ class SampledSteps:
         between = max(LEAST_EVERY, cost_ns / self._most_ns)
         while self.every < between:
             self.every *= 2
-        if self.every > LEAST_EVERY and self.every >= 4 * between:
+        if self.every > LEAST_EVERY and self.every >= 2 * between:
             self.every //= 2  # a first step that had more to do does not count for ever
         # The next multiple of `every` may come sooner than `every` steps later.
         self._due_step = step + int(between)

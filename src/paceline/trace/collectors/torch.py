@@ -81,6 +81,7 @@ class TorchCollector:
         self.layers = self.phases.layers
         self.memory = MemoryRecorder(recorder, self.phases.modules, self.optimizers)
         self.profiler = ProfilerRecorder(recorder, profile_steps) if profile_steps else None
+        self.closer_step = 0.0  # the next step at whose begin or end something is to be done
 
     def install(self) -> None:
         """Put the hooks in place. What fails is not recorded, and a warning says so."""
@@ -130,11 +131,20 @@ class TorchCollector:
         self.phases.before_backward.append(self._before_backward)
 
     def _note_step(self) -> None:
+        """Note that a step ends: most steps are not looked at closely, nor is the next one."""
+        if self.recorder.step + 1 < self.closer_step:
+            return
         now_ns = monotonic_ns()
         self.layers.timed.attempt(self.layers.end_step, now_ns)
         self.memory.counted.attempt(self.memory.end_step, now_ns)
         if self.profiler is not None:
             self.profiler.profiled.attempt(self.profiler.end_step, now_ns)
+        self.closer_step = self._next_closer_step()
+
+    def _next_closer_step(self) -> float:
+        # As at the end of the open step: the recorder counts it when all have noted it.
+        steps = [self.layers.next_step(), self.memory.next_step()]
+        return min([*steps, self.profiler.next_step()] if self.profiler is not None else steps)
 
     def _before_backward(self) -> None:
         if self.memory.sampling:

@@ -29,7 +29,8 @@ from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.format.events import IDLE, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Set
+    from collections.abc import Callable
+    from collections.abc import Set as AbstractSet
 
 _LOG = logging.getLogger(__name__)
 Arguments = tuple[Any, ...]
@@ -120,7 +121,7 @@ def around(
     after: Callable[[S, Any, Arguments, Keywords], None],
     *,
     loop: Loop = _NO_LOOP,
-    passes_in: Set[int] = _NEVER,
+    passes_in: AbstractSet[int] = _NEVER,
 ) -> Callable[..., F]:
     """Return `original` with a hook around it.
 

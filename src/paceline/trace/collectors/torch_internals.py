@@ -213,14 +213,14 @@ def see_gradient(
     def remove() -> None:
         handle.remove()
         # Else torch goes on asking an empty table, at each accumulation.
-        if not parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]  # noqa: SLF001  # no public name
-            parameter._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]  # noqa: SLF001  # no public name
+        if not parameter._post_accumulate_grad_hooks:  # noqa: SLF001  # no public name
+            parameter._post_accumulate_grad_hooks = None  # noqa: SLF001  # no public name
 
     return remove
 
 
 def compiles_backward() -> bool:
-    """Return whether backward passes are compiled (compiled autograd): hooks become part of them."""
+    """Return whether backward passes are compiled (compiled autograd), hooks with them."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return bool(getattr(module, "compiled_autograd_enabled", False))
 
@@ -462,7 +462,7 @@ def _check_gradient_hooks() -> None:
     # No backward pass: its threads would not survive a fork of the script's.
     tensor = torch.zeros((), requires_grad=True)
     see_gradient(tensor, lambda _: None)()
-    if tensor._post_accumulate_grad_hooks is not None:  # type: ignore[attr-defined]  # noqa: SLF001  # see_gradient
+    if tensor._post_accumulate_grad_hooks is not None:  # noqa: SLF001  # see_gradient
         raise AttributeError("the hook cannot be taken out")
 
 

@@ -1,4 +1,4 @@
-"""Times the layers of a model in some steps: their forward pass, and when their gradients are ready.
+"""Times the layers of a model in some steps: forward passes, and when gradients are ready.
 
 In the other steps nothing is added to what a step costs: calls of modules within a model pass as
 before (`torch_phases`), and parameters have no hook. In a sampled step (`sampled_steps`) such calls
@@ -12,6 +12,7 @@ them, is measured once, in a loop, where they cost less than amid a step: it cou
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -81,6 +82,12 @@ class LayerRecorder:
         self._removals: list[Callable[[], None]] = []
         self._begin_ns = self._cost_ns = self._calls = 0
         self._frames_ns = 0  # around a hook; 0: not measured yet
+
+    def next_step(self) -> float:
+        """Return the first step from the next one on that begins or follows a sampled step."""
+        if self.sampling:
+            return 0
+        return self._steps.next_step(self._recorder.step) if self.timed.on else math.inf
 
     def end_step(self, now_ns: int) -> None:
         """Note that a step ends now, as a part of it; the next one may be sampled."""

@@ -1,15 +1,16 @@
-"""Counts a rank's memory by what holds it, in some steps: parameters, gradients, optimizer state.
+"""Counts a rank's memory by what holds it, in some steps: parameters, gradients and so on.
 
 Tensors are counted by their storages at the end of a sampled step (`sampled_steps`). What the
-forward pass leaves for the backward pass is the memory in use when a backward pass begins, less that
-at the end of the step, without gradients. Memory in use is the CUDA allocator's where the model is
-on a GPU, else that of the C library's malloc.
+forward pass leaves for the backward pass is the memory in use when a backward pass begins, less
+that at the end of the step, without gradients. Memory in use is the CUDA allocator's where the
+model is on a GPU, else that of the C library's malloc.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,12 @@ class MemoryRecorder:
         self._cost_name = recorder.intern(SAMPLED_MEMORY)
         self._begin_ns = self._cost_ns = 0
         self._before_backward: int | None = None  # the most in use then, without gradients
+
+    def next_step(self) -> float:
+        """Return the first step from the next one on that begins or follows a sampled step."""
+        if self.sampling:
+            return 0
+        return self._steps.next_step(self._recorder.step) if self.counted.on else math.inf
 
     def end_step(self, now_ns: int) -> None:
         """Note that a step ends now, as a part of it; the next one may be sampled."""
@@ -180,7 +187,7 @@ def _in_use_bytes(on_gpu: bool) -> int | None:
 class _Mallinfo(ctypes.Structure):
     """What glibc's mallinfo2 returns (malloc/malloc.h)."""
 
-    _fields_ = [  # ctypes wants a list
+    _fields_ = [
         (name, ctypes.c_size_t)
         for name in (
             *("arena", "ordblks", "smblks", "hblks", "hblkhd"),

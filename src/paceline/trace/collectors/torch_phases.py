@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -33,7 +33,8 @@ from paceline.trace.format.events import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Set
+    from collections.abc import Callable
+    from collections.abc import Set as AbstractSet
     from types import ModuleType
 
     from paceline.native import Recorder
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from paceline.trace.collectors.torch_loaders import LoaderRecorder
     from paceline.trace.collectors.torch_marks import StepMarks
 
-S = TypeVar("S")
 _OPTIMIZER, _HOST = int(Kind.OPTIMIZER), int(Kind.HOST)
 _FORWARD, _EVALUATION = int(Kind.FORWARD), int(Kind.EVALUATION)
 # What belongs to the update of the parameters, beside an optimizer's step.
@@ -279,7 +279,7 @@ class PhaseRecorder:
             return self._open(_EVALUATION if is_evaluation else _FORWARD, tag, flags)
 
         def after(state: OpenPhase | OpenLayer, *_: object) -> None:
-            if type(state) is OpenLayer:
+            if isinstance(state, OpenLayer):
                 layers.timed.attempt(layers.close, state)
                 return
             begin_ns, outer, number, tag, flags = state
@@ -327,10 +327,10 @@ class PhaseRecorder:
         owner: Any,
         attribute: str,
         kind: Kind,
-        before: Callable[[Arguments, Keywords], S | None],
-        after: Callable[[S, Any, Arguments, Keywords], None],
+        before: Callable[[Arguments, Keywords], Any],
+        after: Callable[[Any, Any, Arguments, Keywords], None],
         *,
-        passes_in: Set[int] | None = None,
+        passes_in: AbstractSet[int] | None = None,
     ) -> None:
         hooked = around(
             *(getattr(owner, attribute), self.recorded(kind), before, after),

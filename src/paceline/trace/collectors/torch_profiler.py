@@ -7,6 +7,7 @@ clock of its own; a mark that it sees, too, says how that differs from the recor
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,6 +45,13 @@ class ProfilerRecorder:
         self._profile: Any = None
         self._mark_ns = 0
         self._ends_ns: list[int] = []  # of the profiled steps
+
+    def next_step(self) -> float:
+        """Return the first step from the next one on that begins or follows a profiled step."""
+        if self._profile is not None:
+            return 0
+        is_to_come = self.profiled.on and self._recorder.step < FIRST_STEP
+        return FIRST_STEP if is_to_come else math.inf
 
     def end_step(self, now_ns: int) -> None:
         """Note that a step ends now, as a part of it."""
