@@ -454,4 +454,4 @@ def test_a_hook_that_fails_costs_one_warning_and_neither_results_nor_the_scripts
     tmp_path,
 ):
     last = _as_unrecorded("failing_hooks.py", tmp_path)
-    assert last == "5 groups of faults as unrecorded"
+    assert last == "7 groups of faults as unrecorded"

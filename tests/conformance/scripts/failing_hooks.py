@@ -20,6 +20,8 @@ from paceline.trace.collectors import torch_operators as operators
 from paceline.trace.collectors.torch import TorchCollector
 from paceline.trace.collectors.torch_groups import Groups
 from paceline.trace.collectors.torch_in_flight import InFlight
+from paceline.trace.collectors.torch_layers import LayerRecorder
+from paceline.trace.collectors.torch_memory import MemoryRecorder
 from paceline.trace.collectors.torch_parameters import TrainedParameters
 from paceline.trace.collectors.torch_phases import PhaseRecorder
 from paceline.trace.format.events import Kind
@@ -86,6 +88,14 @@ GROUPS = {
         (operators, "payload_of"): "collectives and messages",
         ("begin", int(Kind.WAIT)): "waits for collectives",
         (PhaseRecorder, "on_main_thread"): "the phase forward",
+    },
+    "closer": {
+        (LayerRecorder, "open"): "times of layers",
+        (MemoryRecorder, "_count"): "memory by what holds it",
+    },
+    "gradients": {
+        (LayerRecorder, "_note_ready"): "when gradients are ready",
+        (MemoryRecorder, "before_backward"): "memory by what holds it",
     },
 }
 

@@ -93,6 +93,8 @@ class TorchCollector:
         RecordedKind("the script's host work by name").attempt(self.host.install)
         RecordedKind("steps that the script marks").attempt(self.hooks.add, self.marks.listen)
         RecordedKind(Capability.OPTIMIZER_HOOKS.value).attempt(self._see_steps)
+        self.marks.on_step.append(self._note_step)
+        self.phases.before_backward.append(self._before_backward)
         RecordedKind(Capability.DISPATCHER.value).attempt(self.collectives.install)
         on_import("torch.distributed.checkpoint", self.phases.wrap_checkpoint, checkpoints)
         on_import("paceline.store.feed.loader", self.phases.wrap_loader, waits)
@@ -127,8 +129,6 @@ class TorchCollector:
             self.available,
             self.hooks,
         )
-        self.marks.on_step.append(self._note_step)
-        self.phases.before_backward.append(self._before_backward)
 
     def _note_step(self) -> None:
         """Note that a step ends: most steps are not looked at closely, nor is the next one."""
