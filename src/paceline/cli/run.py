@@ -84,6 +84,12 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
     "ranks share a node and the data are larger than half the memory [default: auto].",
 )
 @click.option(
+    "--pace",
+    type=click.Choice(["auto", "off"]),
+    help="auto: loaders refill in the parts of a step that leave cores free; off: as soon as there "
+    "is room [default: off].",
+)
+@click.option(
     "--strategy",
     type=click.Choice(["data", "model", "hybrid", "auto"]),
     help="For a script that calls paceline.training.prepare: divide batches among ranks, the "
@@ -189,6 +195,7 @@ def run(
     allocator: str | None,
     collectives: str | None,
     node_reader: str | None,
+    pace: str | None,
     strategy: str | None,
     partitions: int | None,
     replicas: int | None,
@@ -250,6 +257,7 @@ def run(
         "allocator": allocator,
         "collectives": collectives,
         "node_reader": node_reader,
+        "pace": pace,
         "strategy": strategy,
         "partitions": partitions,
         "replicas": replicas,

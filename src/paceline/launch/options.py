@@ -49,7 +49,7 @@ class RunConfig(Configuration):
     Changes results: `ranks`, since the script divides its data by them; `collectives`, and
     `strategy` with `partitions`, `replicas` and `microbatches`, in the last bits of sums.
     Changes speed: `record`, `record_io`, `profile_steps`, `bind`, `allocator`, `node_reader`,
-    `memory_budget_bytes`, `spill_folder`.
+    `pace`, `memory_budget_bytes`, `spill_folder`.
     Changes what is printed: `tag_output`.
     Says where the other nodes are, with the meaning that torchrun gives these names: `nnodes`,
     `node_rank`, `rdzv_endpoint`, `rdzv_id`.
@@ -69,6 +69,8 @@ class RunConfig(Configuration):
         node_reader: whether one process of each node reads for the loaders of all its ranks, where
             the script does not say (`paceline.store.LoaderOptions`); None: as its own section of
             the configuration does (`paceline.store.LoaderConfig`).
+        pace: ``auto`` has loaders, torch's DataLoader among them, refill in the parts of a step
+            that leave cores free (docs/guides/pacing.md); None: as the section of loaders says.
         strategy: how a script that calls `paceline.training.prepare` and does not say it divides
             batches and layers among the ranks (`paceline.training.TrainingOptions`).
         partitions: parts of the model's layers, for the same scripts.
@@ -119,6 +121,7 @@ class RunConfig(Configuration):
     allocator: AllocatorChoice = "keep"
     collectives: CollectivesChoice = "torch"
     node_reader: Literal["auto", "on", "off"] | None = None
+    pace: Literal["auto", "off"] | None = None
     strategy: StrategyChoice | None = None
     partitions: int | None = None
     replicas: int | None = None

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.collectives import registration
 from paceline.core.affinity import allowed_cores, core_binding
-from paceline.core.config import environment
+from paceline.core.config import environment, resolve
 from paceline.core.errors import DeadlineExceeded, Interrupted
 from paceline.core.files import commit_text
 from paceline.core.plan import PLAN_VARIABLE
@@ -55,6 +55,7 @@ from paceline.launch.watcher import StatusWatcher
 from paceline.runs.folder import PLAN_NAME
 from paceline.runs.launcher import this_launcher
 from paceline.runs.result import RunResult
+from paceline.store.feed.options import LoaderConfig
 from paceline.store.posix.mounts import variables as mount_variables
 
 if TYPE_CHECKING:
@@ -294,6 +295,7 @@ class _Starter:
             *("--record", "on" if config.record else "off"),
             *("--profile-steps", str(config.profile_steps)),
             *("--collectives", self.job.collectives),
+            *("--pace", config.pace or resolve(LoaderConfig).config.pace),
             *_plan_options(self.job.plan),
             *_memory_options(config),
             *("--kind", self.job.started.kind),
@@ -316,8 +318,9 @@ class _Starter:
         replaced = registration.variables(self.job.collectives)
         machine = self.job.machine  # has the table of collectives between hosts
         table = {"PACELINE_COLLECTIVES__MACHINE": str(machine)} if machine else {}
-        choice = self.job.resolved.config.node_reader
+        choice, pace = self.job.resolved.config.node_reader, self.job.resolved.config.pace
         reader = {"PACELINE_LOADER__NODE_READER": choice} if choice else {}
+        paced = {"PACELINE_LOADER__PACE": pace} if pace else {}
         # `paceline.training.prepare` follows it.
         plan = {PLAN_VARIABLE: self.job.plan.plan.to_text()} if self.job.plan else {}
         training = {**plan, **self.job.resolved.config.training}
@@ -339,6 +342,7 @@ class _Starter:
             **replaced,
             **table,
             **reader,
+            **paced,
             **training,
             **served,
             **mounted,

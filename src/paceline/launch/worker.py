@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _BUCKETS = "paceline.launch.ddp_buckets"
 _MEMORY = "paceline.training.out_of_core.script"
+_INPUT = "paceline.launch.paced_input"
 _COLLECTIVES = "paceline.collectives.registration"
 
 
@@ -63,6 +64,8 @@ def main(argv: list[str]) -> int:
         importlib.import_module(_BUCKETS).set_bucket_bytes(*options.buckets)
     if options.collectives == "paceline":  # likewise
         importlib.import_module(_COLLECTIVES).replace_gloo()
+    if options.pace == "auto":  # likewise
+        importlib.import_module(_INPUT).pace_input()
     if options.record == "on":
         try:
             attach.start(options.run, rank, int(environ["WORLD_SIZE"]), options.profile_steps)
@@ -107,6 +110,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--record", choices=("on", "off"), default="on")
     parser.add_argument("--profile-steps", type=int, default=0, help="steps to profile")
     parser.add_argument("--collectives", choices=("torch", "paceline"), default="torch")
+    parser.add_argument("--pace", choices=("auto", "off"), default="off")
     parser.add_argument("--threads", type=int, help="compute threads of the plan")
     parser.add_argument(
         "--buckets", type=int, nargs=2, help="bytes of DDP's buckets, and of the first"

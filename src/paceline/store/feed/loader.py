@@ -32,6 +32,9 @@ from paceline.store.feed.dataset import PackDataset
 from paceline.store.feed.node.join import join
 from paceline.store.feed.options import NAMES_KEPT, LoaderOptions, LoaderStats, StageTimes
 from paceline.store.feed.order import SampleOrder
+from paceline.store.feed.paced_workers import pace
+from paceline.store.feed.pacing import Pacer
+from paceline.store.feed.phases import PHASES, follow_optimizers
 from paceline.store.feed.sampler import RankBatches, load_state, resolve_rank, save_state
 from paceline.store.feed.tasks import BatchTask, coming_samples, fetch_ahead, plan_tasks
 from paceline.store.feed.workers import Bounds, OrderedThreads
@@ -218,6 +221,7 @@ class Loader:
         """Return threads that make the rest of the epoch, each with one of torch's own threads."""
         options, count = self.options, worker_count(self.options)
         torch_threads, prepared = torch.get_num_threads(), threading.Semaphore(0)
+        is_paced = options.is_paced
 
         def prepare() -> None:
             torch.get_num_threads()  # the first call in a thread overwrites what was set before
@@ -236,7 +240,11 @@ class Loader:
             name="paceline-loader",
             describe=self.maker.describe,
             prepare=prepare,
+            pacer=Pacer(options.batches_ahead, options.bytes_ahead) if is_paced else None,
         )
+        if is_paced:
+            follow_optimizers()
+            PHASES.add(threads)
         for _ in range(count):
             prepared.acquire(timeout=options.timeout_s)
         # It holds for the thread that calls it and for threads not yet started: restore it there.
@@ -264,6 +272,8 @@ class Loader:
                 pin_memory=pins_memory(options),
             )
         batches: Iterator[Batch | Exception] = iter(self._processes)
+        if self.options.is_paced:
+            pace(batches, self.options.bytes_ahead)
         return batches
 
     def delivered(self, made: Batch, waited_s: float) -> None:

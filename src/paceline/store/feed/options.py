@@ -15,23 +15,26 @@ NAMES_KEPT = 1000  # of skipped samples
 
 
 NodeReader = Literal["auto", "on", "off"]
+Pace = Literal["auto", "off"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderConfig(Configuration):
-    """What loaders do where a script does not say; `paceline run --node-reader` sets it for ranks.
+    """What loaders do where a script does not say; options of `paceline run` set it for ranks.
 
-    Changes speed: `node_reader`, as in `LoaderOptions`; `read_turns`.
+    Changes speed: `node_reader` and `pace`, as in `LoaderOptions`; `read_turns`.
 
     Attributes:
         node_reader: whether one process of each node reads.
         read_turns: whether the readers of several nodes take turns (docs/guides/node-reader.md);
             ``auto``: on file systems that nodes share.
+        pace: whether batches are made in the parts of a step that leave cores free.
     """
 
     section: ClassVar[str] = "loader"
     node_reader: NodeReader = "auto"
     read_turns: Literal["auto", "on", "off"] = "auto"
+    pace: Pace = "off"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +72,10 @@ class LoaderOptions:
             and ranks get views of shared memory: ``auto`` where several ranks share a node and the
             data are larger than half the memory that they may use, ``on`` or ``off``; None: as the
             configuration says (`LoaderConfig`), which is ``auto`` by default.
+        pace: ``auto`` begins to make a batch while the loop communicates or updates parameters,
+            rather than as the loop takes one, unless stock is low; ``off`` as soon as there is
+            room; None: as the configuration says (`LoaderConfig`), ``off`` by default
+            (docs/guides/pacing.md).
 
     Raises:
         UsageError: a value is none of these.
@@ -92,6 +99,7 @@ class LoaderOptions:
     pin_memory: bool | None = None
     timeout_s: float = 120.0
     node_reader: NodeReader | None = None
+    pace: Pace | None = None
 
     def __post_init__(self) -> None:
         choices = {
@@ -100,6 +108,7 @@ class LoaderOptions:
             "on_corrupt": ("raise", "skip"),
             "worker_kind": ("thread", "process"),
             "node_reader": (None, *get_args(NodeReader)),
+            "pace": (None, *get_args(Pace)),
             "start_method": (None, "fork", "forkserver", "spawn"),
         }
         for name, allowed in choices.items():
@@ -122,6 +131,11 @@ class LoaderOptions:
     def uses_node_reader(self) -> NodeReader:
         """Whether one process of the node reads: as given, or as configured."""
         return self.node_reader or resolve(LoaderConfig).config.node_reader
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether refills are paced: as given, or as configured."""
+        return (self.pace or resolve(LoaderConfig).config.pace) == "auto"
 
 
 @dataclass(slots=True)

@@ -7,17 +7,21 @@ workers. A thread that fails delivers its error in place of the result, after al
 
     tasks --claim--> [ being made | made, waiting ] --deliver, in order--> consumer
                      '---- at most `ahead` and `bytes_ahead` ----'
+
+With a `Pacer` a claim may also wait for the part of the consumer's step that leaves cores free.
 """
 
 from __future__ import annotations
 
 import atexit
 import threading
+import time
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from paceline.core.errors import DeadlineExceeded, UsageError
+from paceline.store.feed.pacing import NEXT_EVENT_S, Pacer, Stock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -72,6 +76,7 @@ class OrderedThreads(Generic[Task, Result]):
         name: first part of the threads' names; their number follows.
         describe: says, for an error, what the thread of that name is working on.
         prepare: each thread calls it before anything else; an exception from it ends the thread.
+        pacer: says when the next task may begin; None: as soon as there is room.
 
     The threads hold this object, so drop whatever owns it and call `close`; at the interpreter's
     end those that are left are closed.
@@ -87,12 +92,14 @@ class OrderedThreads(Generic[Task, Result]):
         name: str,
         describe: Callable[[str], str] = lambda _: "",
         prepare: Callable[[], None] = lambda: None,
+        pacer: Pacer | None = None,
     ) -> None:
         self._tasks = tasks
         self._make = make
         self._bounds = bounds
         self._describe = describe
         self._prepare = prepare
+        self._pacer = pacer
         self._waiting: Task | None = None  # drawn, and too large for now
         self._slots: dict[int, _Slot[Result]] = {}
         self._claimed = self._delivered = self._bytes = 0
@@ -120,6 +127,9 @@ class OrderedThreads(Generic[Task, Result]):
         if not self._lock.acquire(timeout=self._bounds.timeout_s):
             raise self._late("the thread that prepares the next batch")
         try:
+            if self._pacer is not None and not self._next_is_there():
+                self._pacer.loop_waits()
+                self._room.notify_all()
             came = self._ready.wait_for(self._next_is_there, self._bounds.timeout_s)
             slot = self._slots.get(self._delivered)
             if not came:
@@ -130,6 +140,8 @@ class OrderedThreads(Generic[Task, Result]):
             del self._slots[self._delivered]
             self._delivered += 1
             self._bytes -= slot.size_bytes
+            if self._pacer is not None:
+                self._pacer.step_begins(time.monotonic())
             self._room.notify()
         finally:
             self._lock.release()
@@ -138,6 +150,18 @@ class OrderedThreads(Generic[Task, Result]):
             raise slot.error
         assert slot.result is not None
         return slot.result
+
+    def cores_are_free(self) -> None:
+        """Let threads begin what the pacer held back, as the consumer leaves cores free."""
+        if self._pacer is None:
+            return
+        self._pacer.cores_are_free()
+        # A thread that draws a task has the lock, perhaps for long, and asks the pacer afterwards.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._room.notify_all()
+            finally:
+                self._lock.release()
 
     def close(self, join_s: float = 0.0) -> None:
         """Let no thread begin another task; wait up to `join_s` for each to end."""
@@ -186,14 +210,18 @@ class OrderedThreads(Generic[Task, Result]):
                 task = self._draw()
                 if task is None:
                     break
-                if self._fits(task):
+                wait_s = self._wait_s(task)
+                if not wait_s:
                     self._waiting = None
                     slot = self._slots[self._claimed] = _Slot[Result](worker, task.size_bytes)
                     self._claimed += 1
                     self._bytes += slot.size_bytes
+                    if self._pacer is not None:
+                        self._pacer.refill_begins(task.size_bytes, time.monotonic())
                     self._room.notify()
                     return task, slot
-                self._room.wait()  # ends with the next delivery, or with close()
+                # Ends with the next delivery and with close(), too.
+                self._room.wait(wait_s if wait_s < NEXT_EVENT_S else None)
             self._room.notify_all()
             self._ready.notify_all()
             return None
@@ -207,6 +235,22 @@ class OrderedThreads(Generic[Task, Result]):
                 self._claimed += 1
             self._exhausted = self._waiting is None
         return self._waiting
+
+    def _wait_s(self, task: Task) -> float:
+        """Return 0 if the task may begin, else the seconds after which to ask again."""
+        if not self._fits(task):
+            return NEXT_EVENT_S
+        if self._pacer is None:
+            return 0.0
+        stock = Stock(self._ready_count(), self._bytes)
+        return self._pacer.wait_s(task.size_bytes, stock, time.monotonic())
+
+    def _ready_count(self) -> int:
+        """Return the results that the consumer can take without waiting."""
+        number = self._delivered
+        while (slot := self._slots.get(number)) is not None and slot.done:
+            number += 1
+        return number - self._delivered
 
     def _fits(self, task: Task) -> bool:
         ahead = self._claimed - self._delivered

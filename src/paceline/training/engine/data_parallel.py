@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.core.errors import UsageError
+from paceline.store.feed.phases import PHASES
 from paceline.training.engine.buckets import GradientBucket, divide, make_buckets
 from paceline.training.engine.modes import (
     AllReduce,
@@ -189,6 +190,7 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
 
     def _finish(self) -> None:
         """End a backward pass: all buckets are reduced, and gradients are where they belong."""
+        PHASES.cores_are_free()
         self.await_parameters()  # of layers that this forward pass did not run
         rest = self.buckets[self._next :]
         for bucket in rest:
