@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _BUCKETS = "paceline.launch.ddp_buckets"
 _MEMORY = "paceline.training.out_of_core.script"
 _INPUT = "paceline.launch.paced_input"
+_ORDER = "paceline.launch.ddp_order"
 _COLLECTIVES = "paceline.collectives.registration"
 
 
@@ -60,12 +61,7 @@ def main(argv: list[str]) -> int:
     if options.temporary:  # child processes inherit it, as they do a folder that Python has chosen
         config = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001  # no public setting
         config["tempdir"] = options.temporary
-    if options.buckets:  # importlib, because this module imports torch
-        importlib.import_module(_BUCKETS).set_bucket_bytes(*options.buckets)
-    if options.collectives == "paceline":  # likewise
-        importlib.import_module(_COLLECTIVES).replace_gloo()
-    if options.pace == "auto":  # likewise
-        importlib.import_module(_INPUT).pace_input()
+    _change_torch(options)
     if options.record == "on":
         try:
             attach.start(options.run, rank, int(environ["WORLD_SIZE"]), options.profile_steps)
@@ -121,6 +117,18 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("program")
     parser.add_argument("args", nargs=argparse.REMAINDER)
     return parser.parse_args(argv)
+
+
+def _change_torch(options: argparse.Namespace) -> None:
+    """Change in torch what the plan and the options say; by importlib: these modules import it."""
+    if options.buckets:
+        importlib.import_module(_BUCKETS).set_bucket_bytes(*options.buckets)
+    if options.collectives == "paceline":
+        importlib.import_module(_COLLECTIVES).replace_gloo()
+    if options.pace == "auto":
+        importlib.import_module(_INPUT).pace_input()
+    if options.record == "on":  # which imports torch anyway
+        importlib.import_module(_ORDER).check_order()
 
 
 def _bind(

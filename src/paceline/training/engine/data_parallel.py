@@ -7,7 +7,8 @@
 
 Buckets are filled in the order in which rank 0's first backward pass brought the gradients. With
 overlap a bucket is reduced as soon as it and all before it are full, otherwise at the end of the
-backward pass. All hooks run in the thread that calls them: `backward` on the CPU is the caller's.
+backward pass; `order` keeps that order between models, too. All hooks run in the thread that calls
+them: `backward` on the CPU is the caller's.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.core.errors import UsageError
-from paceline.store.feed.phases import PHASES
 from paceline.training.engine.buckets import GradientBucket, divide, make_buckets
 from paceline.training.engine.modes import (
     AllReduce,
@@ -29,6 +29,7 @@ from paceline.training.engine.modes import (
     Sharded,
     broadcast_values,
 )
+from paceline.training.engine.order import order_of
 from paceline.training.engine.ranks import first_difference
 from paceline.training.engine.shared_memory import SharedMemoryRoot, SharedMemorySharded
 from paceline.training.precision.agreement import agree
@@ -103,9 +104,11 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
         self._next = 0  # bucket to reduce
         self._started: list[tuple[GradientBucket, Any]] = []
         self._returning: dict[int, Any] = {}  # works of parameters on their way back, by bucket
-        self._order: list[str] | None = []  # of the first backward pass
+        self._brought: list[str] | None = []  # names of gradients, as the first pass brings them
         if ranks.size == 1:
             return
+        self._order = order_of(ranks)
+        self._number = self._order.add(self)
         broadcast_values(module, ranks.group, apart)
         self._arrange(list(reversed(self._named)))
         for name, parameter in self._named:
@@ -161,20 +164,23 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
                 return
             if not self._begun:
                 self._begun = True
-                torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # noqa: SLF001  # as DDP
-            if self._order is not None:
-                self._order.append(name)
+                self._order.begin(self._number)
+            if self._brought is not None:
+                self._brought.append(name)
             bucket, index = self._places[name]
             if bucket.take(index) and self._overlaps[0]:
-                self._reduce_full()
+                self._order.issue_full()
 
         return take
 
-    def _reduce_full(self) -> None:
-        """Start to reduce the buckets that are full, in their order."""
+    def issue_full(self) -> bool:
+        """Start to reduce the buckets that are full, in their order; return whether all are."""
+        if self._brought is not None or not self._overlaps[0]:  # the order is not agreed on yet
+            return False
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
             self._complete(self.buckets[self._next])
             self._start(self.buckets[self._next])
+        return self._next == len(self.buckets)
 
     def _start(self, bucket: GradientBucket) -> None:
         self._started.append((bucket, self.mode.reduce(bucket)))
@@ -188,9 +194,8 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
             self._check.observe(names, [bucket.views[index] for index in brought])
         bucket.complete()
 
-    def _finish(self) -> None:
-        """End a backward pass: all buckets are reduced, and gradients are where they belong."""
-        PHASES.cores_are_free()
+    def issue_rest(self) -> None:
+        """Start to reduce the buckets that have not been, at the end of a backward pass."""
         self.await_parameters()  # of layers that this forward pass did not run
         rest = self.buckets[self._next :]
         for bucket in rest:
@@ -199,6 +204,9 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
             rest = []
         for bucket in rest:
             self._start(bucket)
+
+    def end_pass(self) -> None:
+        """Wait until all buckets are reduced, and put gradients where they belong."""
         for bucket, work in self._started:
             if work is not None:
                 work.wait()
@@ -206,8 +214,8 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
         for bucket in self.buckets:
             bucket.reset()
         self._started, self._next, self._begun = [], 0, False
-        if self._order is not None:
-            order, self._order = self._order, None
+        if self._brought is not None:
+            order, self._brought = self._brought, None
             self._rearrange(order)
 
     def _may_reduce(self) -> bool:
