@@ -55,6 +55,7 @@ def test_every_page_can_be_found_from_the_readme():
         "guides/remedies.md",
         "guides/export.md",
         "guides/data-parallel.md",
+        "guides/pacing.md",
         "guides/pipeline.md",
         "guides/tensor-parallel.md",
         "guides/decoding.md",

@@ -129,7 +129,7 @@ def test_indices_are_held_back_until_the_optimizer_steps():
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], 0.1)
     batches = iter(loader)
-    paced = batches._next_data._paced
+    paced = paced_workers.pacing_of(batches)
     paced._arrived = lambda _iterator: 2  # more than enough, whatever is so
     held = []
     for _ in batches:
@@ -142,7 +142,7 @@ def test_indices_are_held_back_until_the_optimizer_steps():
 
 def test_a_loop_without_an_optimizer_is_not_paced():
     batches = iter(data_loader("shuffled", pace=True, persistent=False))
-    paced = batches._next_data._paced
+    paced = paced_workers.pacing_of(batches)
     for _ in batches:
         assert not paced._held
 
@@ -181,7 +181,7 @@ for x, y in batches:
     loss.backward()
     optimizer.step()
     losses.append(loss.item())
-is_paced = isinstance(getattr(batches, "_next_data", None), paced_workers._PacedNext)
+is_paced = paced_workers.pacing_of(batches) is not None
 with open(f"{sys.argv[1]}-{dist.get_rank()}.json", "w") as file:
     json.dump([is_paced, losses], file)
 dist.destroy_process_group()

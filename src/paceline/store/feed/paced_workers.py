@@ -39,11 +39,14 @@ class PacedWorkers:
     Args:
         iterator: torch's, with worker processes, just made.
         bytes_ahead: the most bytes of batches in flight, unless nothing is ready.
+
+    Attributes:
+        pacer: that decides when something is sent.
     """
 
     def __init__(self, iterator: Any, bytes_ahead: int = BYTES_AHEAD) -> None:
         ahead = iterator._prefetch_factor * iterator._num_workers  # noqa: SLF001  # torch 2.10 to 2.13
-        self._pacer = Pacer(ahead, bytes_ahead)
+        self.pacer = Pacer(ahead, bytes_ahead)
         self._iterator = weakref.ref(iterator)
         self._held: deque[tuple[Any, Any]] = deque()  # queue of a worker, what goes there
         self._lock = threading.Lock()
@@ -68,7 +71,7 @@ class PacedWorkers:
         self._in_next = True
         if self._will_wait():
             with self._lock:
-                self._pacer.loop_waits()
+                self.pacer.loop_waits()
             self.send_all()
 
     def after_next(self, batch: Any) -> None:
@@ -79,12 +82,12 @@ class PacedWorkers:
             return
         with self._lock:
             self._batch_bytes = _bytes_of(batch)
-            self._pacer.step_begins(time.monotonic())
+            self.pacer.step_begins(time.monotonic())
         self.send()
 
     def cores_are_free(self) -> None:
         """Send what the pacer lets go while the loop communicates or updates parameters."""
-        self._pacer.cores_are_free()
+        self.pacer.cores_are_free()
         if self._held:
             self.send()
 
@@ -92,9 +95,9 @@ class PacedWorkers:
         """Send what the pacer lets go now."""
         now_s = time.monotonic()
         with self._lock:
-            while self._held and not self._pacer.wait_s(self._batch_bytes, self._stock(), now_s):
+            while self._held and not self.pacer.wait_s(self._batch_bytes, self._stock(), now_s):
                 queue, item = self._held.popleft()
-                self._pacer.refill_begins(self._batch_bytes, now_s)
+                self.pacer.refill_begins(self._batch_bytes, now_s)
                 queue.put(item)
 
     def send_all(self) -> None:
@@ -105,7 +108,7 @@ class PacedWorkers:
                 queue.put(item)
 
     def _will_wait(self) -> bool:
-        """Return whether the next batch has not arrived, as far as can be told.
+        """Return whether the next batch has not arrived, as far as is known.
 
         Other batches may have arrived, and it not; then what is held goes if it is among that.
         """
@@ -164,14 +167,18 @@ def pace_data_loaders() -> None:
 
 def pace(iterator: Any, bytes_ahead: int = BYTES_AHEAD) -> None:
     """Pace one iterator of a DataLoader, unless it is paced or has no worker processes."""
-    if isinstance(getattr(iterator, "_next_data", None), _PacedNext):
-        return
-    if not hasattr(iterator, "_index_queues"):
+    if pacing_of(iterator) is not None or not hasattr(iterator, "_index_queues"):
         return
     follow_optimizers()
     paced = PacedWorkers(iterator, bytes_ahead)
     iterator._next_data = _PacedNext(iterator, paced)  # noqa: SLF001
     PHASES.add(paced)
+
+
+def pacing_of(iterator: Any) -> PacedWorkers | None:
+    """Return what paces an iterator of a DataLoader; None if nothing does."""
+    next_data = getattr(iterator, "_next_data", None)
+    return next_data.paced if isinstance(next_data, _PacedNext) else None
 
 
 class _PacedNext:
@@ -180,15 +187,15 @@ class _PacedNext:
     def __init__(self, iterator: Any, paced: PacedWorkers) -> None:
         self._original = type(iterator)._next_data  # noqa: SLF001
         self._iterator = weakref.ref(iterator)
-        self._paced = paced
+        self.paced = paced
 
     def __call__(self) -> Any:
         batch = None
-        self._paced.before_next()
+        self.paced.before_next()
         try:
             batch = self._original(self._iterator())
         finally:
-            self._paced.after_next(batch)
+            self.paced.after_next(batch)
         return batch
 
 

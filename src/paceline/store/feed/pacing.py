@@ -84,9 +84,13 @@ class Pacer:
     Args:
         ahead: batches that the loader may have ahead; with half of them ready, stock is not low.
         bytes_ahead: the most bytes in flight, unless a single batch is larger.
+
+    Attributes:
+        is_on: set it to False, and refills begin as soon as there is room, until it is True again.
     """
 
     def __init__(self, ahead: int, bytes_ahead: float) -> None:
+        self.is_on = True
         self._low = max(1, ahead // 2)
         self._bytes_ahead = bytes_ahead
         self._bucket: TokenBucket | None = None  # until the duration of a step is known
@@ -157,5 +161,5 @@ class Pacer:
 
     @property
     def is_pacing(self) -> bool:
-        """Whether the loop has shown, in its last step or in this one, where cores are free."""
-        return self._step_s > 0 and (self._shows_free or self._cores_free)
+        """Whether it is on, and the last step, or this one, has shown where cores are free."""
+        return self.is_on and self._step_s > 0 and (self._shows_free or self._cores_free)

@@ -99,7 +99,7 @@ class OrderedThreads(Generic[Task, Result]):
         self._bounds = bounds
         self._describe = describe
         self._prepare = prepare
-        self._pacer = pacer
+        self.pacer = pacer
         self._waiting: Task | None = None  # drawn, and too large for now
         self._slots: dict[int, _Slot[Result]] = {}
         self._claimed = self._delivered = self._bytes = 0
@@ -127,8 +127,8 @@ class OrderedThreads(Generic[Task, Result]):
         if not self._lock.acquire(timeout=self._bounds.timeout_s):
             raise self._late("the thread that prepares the next batch")
         try:
-            if self._pacer is not None and not self._next_is_there():
-                self._pacer.loop_waits()
+            if self.pacer is not None and not self._next_is_there():
+                self.pacer.loop_waits()
                 self._room.notify_all()
             came = self._ready.wait_for(self._next_is_there, self._bounds.timeout_s)
             slot = self._slots.get(self._delivered)
@@ -140,8 +140,8 @@ class OrderedThreads(Generic[Task, Result]):
             del self._slots[self._delivered]
             self._delivered += 1
             self._bytes -= slot.size_bytes
-            if self._pacer is not None:
-                self._pacer.step_begins(time.monotonic())
+            if self.pacer is not None:
+                self.pacer.step_begins(time.monotonic())
             self._room.notify()
         finally:
             self._lock.release()
@@ -153,9 +153,9 @@ class OrderedThreads(Generic[Task, Result]):
 
     def cores_are_free(self) -> None:
         """Let threads begin what the pacer held back, as the consumer leaves cores free."""
-        if self._pacer is None:
+        if self.pacer is None:
             return
-        self._pacer.cores_are_free()
+        self.pacer.cores_are_free()
         # A thread that draws a task has the lock, perhaps for long, and asks the pacer afterwards.
         if self._lock.acquire(blocking=False):
             try:
@@ -216,8 +216,8 @@ class OrderedThreads(Generic[Task, Result]):
                     slot = self._slots[self._claimed] = _Slot[Result](worker, task.size_bytes)
                     self._claimed += 1
                     self._bytes += slot.size_bytes
-                    if self._pacer is not None:
-                        self._pacer.refill_begins(task.size_bytes, time.monotonic())
+                    if self.pacer is not None:
+                        self.pacer.refill_begins(task.size_bytes, time.monotonic())
                     self._room.notify()
                     return task, slot
                 # Ends with the next delivery and with close(), too.
@@ -240,10 +240,10 @@ class OrderedThreads(Generic[Task, Result]):
         """Return 0 if the task may begin, else the seconds after which to ask again."""
         if not self._fits(task):
             return NEXT_EVENT_S
-        if self._pacer is None:
+        if self.pacer is None:
             return 0.0
         stock = Stock(self._ready_count(), self._bytes)
-        return self._pacer.wait_s(task.size_bytes, stock, time.monotonic())
+        return self.pacer.wait_s(task.size_bytes, stock, time.monotonic())
 
     def _ready_count(self) -> int:
         """Return the results that the consumer can take without waiting."""
