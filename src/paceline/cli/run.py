@@ -99,6 +99,18 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
 @click.option("--replicas", type=int, help="Replicas of the model.")
 @click.option("--microbatches", type=int, help="Parts of a batch that go through the partitions.")
 @click.option(
+    "--rebalance/--no-rebalance",
+    default=None,
+    help="Ranks that are slower than others get fewer samples of each batch, with weights that "
+    "keep the average of gradients; for DataLoaders with a DistributedSampler [default: no].",
+)
+@click.option(
+    "--shares",
+    metavar="SPEEDS|RUN",
+    help="Begin to rebalance with these speeds of the ranks, as 1,0.6, or with the shares at the "
+    "end of a run.",
+)
+@click.option(
     "--memory-budget",
     metavar="BYTES",
     help="What each rank's process stays under, as 8GiB: tensors that a step does not need for a "
@@ -200,6 +212,8 @@ def run(
     partitions: int | None,
     replicas: int | None,
     microbatches: int | None,
+    rebalance: bool | None,
+    shares: str | None,
     memory_budget: str | None,
     spill_folder: str | None,
     mounts: tuple[str, ...],
@@ -262,6 +276,8 @@ def run(
         "partitions": partitions,
         "replicas": replicas,
         "microbatches": microbatches,
+        "rebalance": rebalance,
+        "shares": shares,
         "memory_budget_bytes": parse_size(memory_budget) if memory_budget else None,
         "spill_folder": spill_folder,
         "mounts": list(mounts) or None,

@@ -46,8 +46,9 @@ def check_profile_steps(count: int) -> None:
 class RunConfig(Configuration):
     """How to run a script.
 
-    Changes results: `ranks`, since the script divides its data by them; `collectives`, and
-    `strategy` with `partitions`, `replicas` and `microbatches`, in the last bits of sums.
+    Changes results: `ranks`, since the script divides its data by them; `collectives`, `rebalance`,
+    `shares`, and `strategy` with `partitions`, `replicas` and `microbatches`, in the last bits of
+    sums.
     Changes speed: `record`, `record_io`, `profile_steps`, `bind`, `allocator`, `node_reader`,
     `pace`, `memory_budget_bytes`, `spill_folder`.
     Changes what is printed: `tag_output`.
@@ -76,6 +77,10 @@ class RunConfig(Configuration):
         partitions: parts of the model's layers, for the same scripts.
         replicas: of the model, for the same scripts.
         microbatches: parts of a batch, for the same scripts.
+        rebalance: whether ranks that are slower than others get fewer samples of a batch
+            (docs/guides/rebalancing.md). Not by default: a batch normalisation sees other batches.
+        shares: of a batch, with which `rebalance` begins: speeds such as ``1,0.6``, one for each
+            rank, or the folder of a run that was rebalanced; empty: equal ones.
         memory_budget_bytes: that each rank's process stays under: tensors that a step does not need
             for a while are spilled to a file (docs/guides/out-of-core.md); None: without limit.
         spill_folder: of that file, on a disk of each node; empty: the folder for temporary files.
@@ -126,6 +131,8 @@ class RunConfig(Configuration):
     partitions: int | None = None
     replicas: int | None = None
     microbatches: int | None = None
+    rebalance: bool = False
+    shares: str = ""
     memory_budget_bytes: int | None = None
     spill_folder: str = ""
     mounts: tuple[str, ...] = ()

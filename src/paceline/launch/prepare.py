@@ -23,6 +23,7 @@ from paceline.launch.planned import check_plan, plan_warnings
 from paceline.launch.program import Program, ProgramKind
 from paceline.launch.ranks import RankIds
 from paceline.launch.recordable import find_obstacle, script_line
+from paceline.launch.shares import parse_shares
 from paceline.launch.task_placement import TaskPlacement, check_world, detect
 from paceline.store.posix.mounts import PackMount, parse_mounts
 from paceline.store.serve.run_data import RunData, parse_data
@@ -55,6 +56,8 @@ class PreparedJob:
         mounts: packs that the ranks see as folders.
         data: packs that servers on the nodes serve to them.
         outputs: folders that they write to by way of local storage.
+        rebalance: whether ranks get shares of a batch by their speed.
+        weights: of the shares with which that begins; empty: equal ones.
     """
 
     program: Program
@@ -70,6 +73,8 @@ class PreparedJob:
     mounts: tuple[PackMount, ...] = ()
     data: tuple[RunData, ...] = ()
     outputs: tuple[RunOutput, ...] = ()
+    rebalance: bool = False
+    weights: tuple[float, ...] = ()
     is_default_name: bool = False
     mpi: ProgramMpi | None = None
 
@@ -188,7 +193,8 @@ def prepare(
     Raises:
         DestinationExists: the folder is there and not empty.
         UsageError: Slurm or mpirun has another number of tasks, something contradicts the plan,
-            an executable is given a memory budget, or the MPI of a program is not known.
+            an executable is given a memory budget or shares, shares are not those of the ranks, or
+            the MPI of a program is not known.
         Missing: torch is not installed, or the library that records MPI.
         ConfigError: a setting of the backend ``paceline`` is not valid.
     """
@@ -203,6 +209,13 @@ def prepare(
             where=program.name,
             why="it is kept inside the process that trains",
             fix="Start the Python script itself, or give memory_budget to prepare in it",
+        )
+    if not is_python and (config.rebalance or config.shares):
+        raise UsageError(
+            "rebalancing needs a Python script or module",
+            where=program.name,
+            why="it changes batches and weighs gradients inside the process that trains",
+            fix="Start the Python script itself with paceline run --rebalance",
         )
     node_ranks = plan.plan.ranks_per_node if plan else config.ranks or 1
     task = task_of_node(config, detect(environment()), node_ranks, [program.name, *args])
@@ -242,6 +255,8 @@ def prepare(
         mounts=mounts,
         data=data,
         outputs=parse_outputs(config.outputs, points),
+        rebalance=config.rebalance or bool(config.shares),
+        weights=parse_shares(config.shares, ranks),
         machine=machine.resolve() if machine else None,
         is_default_name=is_default_name,
         collectives_settings=collectives_settings,

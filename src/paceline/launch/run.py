@@ -298,6 +298,7 @@ class _Starter:
             *("--pace", config.pace or resolve(LoaderConfig).config.pace),
             *_plan_options(self.job.plan),
             *_memory_options(config),
+            *_balance_options(self.job),
             *("--kind", self.job.started.kind),
             # without this "--", argparse would consume the first "--" among the program's arguments
             "--",
@@ -363,6 +364,13 @@ def _memory_options(config: RunConfig) -> list[str]:
         return []
     budget = str(config.memory_budget_bytes)
     return ["--memory-budget", budget, "--spill-folder", config.spill_folder]
+
+
+def _balance_options(job: PreparedJob) -> list[str]:
+    """Return the worker's command-line options that have it rebalance."""
+    if not job.rebalance:
+        return []
+    return ["--rebalance", ",".join(map(str, job.weights)) or "measured"]
 
 
 def _threads(job: PreparedJob) -> int | None:

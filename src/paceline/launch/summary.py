@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import CorruptTrace, NotFound, PacelineError
 from paceline.launch.recordable import script_line
+from paceline.runs.balance import read_balance
 from paceline.runs.folder import RunFolder
 from paceline.runs.result import MemoryUse, PhaseTime, RankResult, RunResult
 from paceline.trace.analysis import Analysis, analyse
@@ -44,6 +45,7 @@ def summarize(run: Path, ranks: int, exit_code: int, failure: Failure | None = N
             loop_wall_s=0.0,
             ranks=(),
             failure=failure,
+            balance=read_balance(run),
         )
     analysis = analyse(trace)
     return RunResult(
@@ -58,6 +60,7 @@ def summarize(run: Path, ranks: int, exit_code: int, failure: Failure | None = N
         failure=_in_loop_steps(analysis, failure),
         step_rule=analysis.step_rule,
         nan=analysis.nan,
+        balance=read_balance(run),
     )
 
 

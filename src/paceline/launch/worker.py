@@ -21,7 +21,7 @@ import sys
 import threading
 import types
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from paceline.core import logs
 from paceline.core.affinity import core_binding, planned_cores
@@ -41,6 +41,7 @@ _BUCKETS = "paceline.launch.ddp_buckets"
 _MEMORY = "paceline.training.out_of_core.script"
 _INPUT = "paceline.launch.paced_input"
 _ORDER = "paceline.launch.ddp_order"
+_BALANCE = "paceline.training.balance.script"
 _COLLECTIVES = "paceline.collectives.registration"
 
 
@@ -71,13 +72,9 @@ def main(argv: list[str]) -> int:
     if is_background_job():  # SIGINT, by which the launcher stops a rank, closes its trace
         signal.signal(signal.SIGINT, signal.default_int_handler)
     run = _run_module if options.kind == ProgramKind.MODULE else _run_script
-    memory = None
+    helpers: list[Any] = []
     try:
-        if options.memory_budget:
-            result = options.run / "memory" / f"rank-{rank:05}.json"
-            memory = importlib.import_module(_MEMORY).ScriptMemory(
-                options.memory_budget, options.spill_folder, result, rank
-            )
+        helpers += _helpers(options, rank)
         return _exit_code_of(run, options, rank)
     except PacelineError as problem:  # no spill file can be made
         write_report(problem, options.run, rank)
@@ -86,10 +83,29 @@ def main(argv: list[str]) -> int:
         # A second Ctrl-C must not interrupt what closes the trace.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            if memory is not None:
-                memory.close()
+            for helper in helpers:
+                helper.close()
         finally:
             attach.close()
+
+
+def _helpers(options: argparse.Namespace, rank: int) -> list[Any]:
+    """Put in place what works on the script's training from inside; each is to be closed."""
+    helpers: list[Any] = []
+    if options.memory_budget:
+        result = options.run / "memory" / f"rank-{rank:05}.json"
+        helpers.append(
+            importlib.import_module(_MEMORY).ScriptMemory(
+                options.memory_budget, options.spill_folder, result, rank
+            )
+        )
+    if options.rebalance:
+        given = [] if options.rebalance == "measured" else options.rebalance.split(",")
+        weights = [float(weight) for weight in given]
+        balance = importlib.import_module(_BALANCE).ScriptBalance(options.run, weights=weights)
+        balance.install()
+        helpers.append(balance)
+    return helpers
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -111,6 +127,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--buckets", type=int, nargs=2, help="bytes of DDP's buckets, and of the first"
     )
+    parser.add_argument("--rebalance", default="", help="weights of the first shares, or measured")
     parser.add_argument("--memory-budget", type=int, help="bytes of the process")
     parser.add_argument("--spill-folder", default="", help="folder of the spill file")
     parser.add_argument("--kind", choices=tuple(ProgramKind), default=ProgramKind.SCRIPT)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.core.record import Record
+from paceline.runs.balance import Balance
 from paceline.trace.analysis.blame import Straggler
 from paceline.trace.analysis.host import HostTime
 from paceline.trace.analysis.nans import NanValue
@@ -97,7 +98,8 @@ class RunResult(Record):
 
     `straggler` is the costliest of `stragglers`; results of before hold it alone.
     `step_rule` is a value of `paceline.trace.merge.steps.StepRule`: what ends a step. `nan` is the
-    first value that was not a number when the script read it from a tensor.
+    first value that was not a number when the script read it from a tensor. `balance` is what
+    rebalancing did; None where it was not asked for.
     """
 
     kind: Literal["run"] = "run"
@@ -112,3 +114,4 @@ class RunResult(Record):
     failure: Failure | None = None
     step_rule: str = ""
     nan: NanValue | None = None
+    balance: Balance | None = None
