@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 # of a median over that of a mean.
 _SIGMA_OF_MAD = 1.4826
 _MEDIAN_ERROR = 1.2533
+_ERRORS = 8  # windows over which the noise is averaged
 _LEAST_CHANGE = 0.1  # of a rank's samples, to learn from what its time became
 _NEARLY_EQUAL = 1.02  # of the shortest time: equal shares, which need no weights, are as good
 
@@ -158,6 +160,7 @@ class Controller:
         self._batch = batch
         self._wanted = tuple(weights)
         self._fixed = 0.0
+        self._errors_s: deque[float] = deque(maxlen=_ERRORS)
         self._running: list[Sequence[Window]] = []  # windows that promise the same change
         self._trial: _Trial | None = None
         self._barred: set[frozenset[int]] = set()  # ranks from which samples are not taken again
@@ -178,6 +181,7 @@ class Controller:
             for window in windows
         ):
             return []
+        self._errors_s.append(statistics.fmean(window.error_s for window in windows))
         if self._wanted:
             return self._begin_as_asked(windows, step)
         actions = self._note_slow(windows, step)
@@ -198,16 +202,18 @@ class Controller:
         actions = []
         for rank, ratio in enumerate(self._ratios(windows)):
             known = self.slow.get(rank)
-            if ratio < self.rules.recovered_ratio:
+            is_seen = ratio >= self.rules.slow_ratio and self._is_above_noise(rank, windows)
+            is_found = rank in self._found
+            if ratio < self.rules.recovered_ratio or (known and not is_found and not is_seen):
                 self.slow.pop(rank, None)
                 self._found.discard(rank)
             elif known is not None:
                 known.windows += 1
                 known.ratio, known.cause = ratio, cause_of(rank, windows, self._fixed)
-                if known.windows >= self.rules.windows and rank not in self._found:
+                if known.windows >= self.rules.windows and not is_found:
                     self._found.add(rank)
                     actions.append(self._action("found", windows, step, rank=rank))
-            elif ratio >= self.rules.slow_ratio and self._is_above_noise(rank, windows):
+            elif is_seen:
                 cause = cause_of(rank, windows, self._fixed)
                 self.slow[rank] = SlowRank(step, 1, ratio, cause)
         return actions
@@ -236,7 +242,16 @@ class Controller:
         others = [window.busy_s for other, window in enumerate(windows) if other != rank]
         extra_s = windows[rank].busy_s - statistics.median(others)
         weighs_less = windows[rank].samples < self._batch
-        return weighs_less or extra_s > self.rules.noise_factor * _noise_s(windows)
+        return weighs_less or extra_s > self.rules.noise_factor * self._noise_s(windows)
+
+    def _noise_s(self, windows: Sequence[Window]) -> float:
+        """Return the standard error of the ranks' times.
+
+        Five steps tell little about it: their median deviation is small by chance now and then, so
+        that the mean over the last windows counts where it is larger.
+        """
+        latest = statistics.fmean(self._errors_s) if self._errors_s else 0.0
+        return max(latest, *(window.error_s for window in windows))
 
     # --- changes ----------------------------------------------------------------------------------
 
@@ -247,7 +262,9 @@ class Controller:
             self._running.clear()
         samples, gain_s = self._best(windows)
         step_s = _step_s(windows)
-        least_s = max(self.rules.least_gain * step_s, self.rules.noise_factor * _noise_s(windows))
+        least_s = max(
+            self.rules.least_gain * step_s, self.rules.noise_factor * self._noise_s(windows)
+        )
         if samples == self.samples or gain_s <= least_s:
             self._running.clear()
             return []
@@ -282,8 +299,9 @@ class Controller:
         trial.measured.append(_step_s(windows))
         measured_s = statistics.fmean(trial.measured)
         is_done = len(trial.measured) >= self.rules.windows
-        limit = 1 + (self.rules.worse if is_done else self.rules.much_worse)
-        is_worse = measured_s > limit * trial.step_s
+        share = self.rules.worse if is_done else self.rules.much_worse
+        tolerated_s = max(share * trial.step_s, self.rules.noise_factor * self._noise_s(windows))
+        is_worse = measured_s > trial.step_s + tolerated_s
         if not (is_worse or is_done):
             return []
         self._trial = None
@@ -423,10 +441,6 @@ def _slowest(windows: Sequence[Window]) -> int:
 def _step_s(windows: Sequence[Window]) -> float:
     """Return a step's time: ranks end it together, so that all measured the same."""
     return statistics.median(window.step_s for window in windows)
-
-
-def _noise_s(windows: Sequence[Window]) -> float:
-    return max(window.error_s for window in windows)
 
 
 def _ready_s(speeds: Sequence[Speed], samples: Sequence[int]) -> float:

@@ -58,6 +58,12 @@ def divide_samples(
         else:
             low_s = middle_s
     samples = by_time(high_s)
+    while sum(samples) < total:  # floats round: a sample or two
+        first = min(
+            (rank for rank, count in enumerate(samples) if count < most[rank]),
+            key=lambda rank: (speeds[rank].busy_s(samples[rank] + 1), rank),
+        )
+        samples[first] += 1
     # Ranks that would be ready at the same time all got their last sample: some are one too many.
     while sum(samples) > total:
         last = max(
