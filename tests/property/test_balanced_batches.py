@@ -1,4 +1,4 @@
-"""Batches by shares: a step's samples are those of the script's own sampler, whatever the shares."""
+"""Batches by shares: whatever they are, a step has the samples of the script's own sampler."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from paceline.runs.balance import BalanceAction
-from paceline.training.balance.controller import Controller, Window
+from paceline.training.balance.controller import Controller, RankWindow
 
 EVERY = 5
 Slowness = Callable[[int, int], float]  # of a rank at a step, 1: as the others
@@ -61,7 +61,7 @@ class World:
                 middle = statistics.median(busy[rank])
                 spread = statistics.median(abs(value - middle) for value in busy[rank])
                 windows.append(
-                    Window(
+                    RankWindow(
                         steps=EVERY,
                         generation=generation if len(generations) == 1 else -1,
                         samples=samples[rank],

@@ -289,6 +289,7 @@ EXPORTS = {
     "trace.format": [],
     "trace.merge": ["Trace", "load_run", "merge"],
     "training": ["Epoch", "OutOfCore", "Prepared", "Trainer", "TrainingOptions", "prepare"],
+    "training.balance": [],
     "training.engine": [],
     "training.pipeline": [],
     "training.compression": [

@@ -57,10 +57,15 @@ def show_traceback(error: PacelineError, run: Path) -> None:
 
 def print_result(result: RunResult, run: Path, *, as_json: bool, recorded: bool) -> None:
     """Print the result of a run that ended well, and which commands say more about it."""
+    from paceline.report.balance import balance_words, slow_node_lines
     from paceline.report.words import summary_line
 
     if as_json:
         click.echo(result.to_text(), nl=False)
     click.echo(summary_line(result, run), err=True)
+    if words := balance_words(result.balance):
+        click.echo(words, err=True)
+    for line in slow_node_lines(result.balance):
+        click.echo(line, err=True)
     if recorded:
         click.echo(f"next: paceline why {run}, paceline report {run}", err=True)

@@ -21,6 +21,7 @@ from paceline.core.machine import Machine
 from paceline.perf.communication import MODELLED, collective_s
 from paceline.report.advice.gather import gather_facts, loader_workers
 from paceline.report.advice.rules import Advice, advise
+from paceline.report.balance import balance_words
 from paceline.report.comparable import difference
 from paceline.report.compare import Comparison, compare
 from paceline.report.data_nodes import DataUse, data_use, data_words
@@ -281,7 +282,8 @@ def gather(run: Path, *, in_detail: bool = False, question: RemedyQuestion | Non
         *(hung, nan_words(analysis.nan), words, file_words(trace, stragglers)),
         loader_words(analysis.loader),
         shift_words(analysis.shifts),
-        *(spilling_words(spilled), disk_words(result), data_words(data), *gaps, rule),
+        *(spilling_words(spilled), disk_words(result), data_words(data)),
+        *(balance_words(result.balance if result else None), *gaps, rule),
     ]
     machine = folder.read_record(Machine, "machine.json")
     ended_badly = failure is not None or (result is not None and result.exit_code != 0)
@@ -436,6 +438,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "pipeline": _plain(report.pipeline),
         "bubble": _plain(report.bubble),
         "spilling": _plain(report.spilling),
+        "balance": _plain(result.balance) if result else None,
         "data": _plain(report.data),
         "efficiency": _plain(report.efficiency),
         "remedies": _plain(report.remedies.forecast),

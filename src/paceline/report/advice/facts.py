@@ -36,11 +36,21 @@ class Scope:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StragglerScope:
-    """A straggler: its steps, the cause, and its skew in them, the mean over these steps."""
+    """A straggler.
+
+    Attributes:
+        scope: its steps.
+        cause: why it was late.
+        late_s: its skew in these steps, the mean over them.
+        is_lasting: whether it was late in most of them, for as long as the loop went on.
+        ranks: of the run.
+    """
 
     scope: Scope
     cause: str
     late_s: float
+    is_lasting: bool = False
+    ranks: int = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +100,7 @@ class Facts:
         pipeline: how the ranks of a model in stages spend a batch; None without stages.
         bubble: why they idle.
         spilling: what a memory budget takes; None without one.
+        rebalanced: whether the run had the ranks' shares of a batch follow their speed.
     """
 
     steps: int
@@ -113,6 +124,7 @@ class Facts:
     pipeline: PipelineUse | None = None
     bubble: Bubble | None = None
     spilling: Spilling | None = None
+    rebalanced: bool = False
 
     @property
     def loop_s(self) -> float:

@@ -80,8 +80,17 @@ def gather_facts(
         pipeline=analysis.pipeline,
         bubble=bubble,
         spilling=spilling,
+        rebalanced=_is_rebalanced(config),
         **_communication(analysis),
     )
+
+
+def _is_rebalanced(config: dict[str, Any]) -> bool:
+    values = config.get("values")
+    if not isinstance(values, dict):
+        return False
+    given = (values.get(name) for name in ("rebalance", "shares"))
+    return any(isinstance(setting, dict) and setting.get("value") for setting in given)
 
 
 def mean_times(by_rank: Sequence[Sequence[HostTime]]) -> tuple[HostTime, ...]:
@@ -126,7 +135,14 @@ def _straggler(analysis: Analysis, late: Straggler) -> StragglerScope:
         others=_mean_step(others, chosen) if others else None,
     )
     mean_late_s = float(analysis.skew_s[index, chosen].mean())
-    return StragglerScope(scope=scope, cause=late.cause, late_s=mean_late_s)
+    reaches_end = late.last_step >= analysis.steps - max(10, analysis.steps // 10)
+    return StragglerScope(
+        scope=scope,
+        cause=late.cause,
+        late_s=mean_late_s,
+        is_lasting=reaches_end and late.shape in ("persistent", "drifting"),
+        ranks=analysis.trace.world_size,
+    )
 
 
 def uneven_evaluation(ranks: Sequence[RankPhases], steps: int) -> UnevenEvaluation | None:

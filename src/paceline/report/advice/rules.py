@@ -260,6 +260,44 @@ def help_straggler(facts: Facts) -> Iterator[Advice]:
         )
 
 
+def rebalance(facts: Facts) -> Iterator[Advice]:
+    """Propose shares of a batch by speed, where a rank is late up to the end of the loop.
+
+    A rank that is busy for `slow_s` in a step and W - 1 others that are for `fast_s` have the same
+    work; with shares by their speed all are busy for W / (1 / slow_s + (W - 1) / fast_s).
+    """
+    if facts.rebalanced or facts.bubble is not None or not (facts.trains and facts.reduced_bytes):
+        return
+    for late in facts.stragglers:
+        others = late.scope.others
+        if others is None or not late.is_lasting or late.cause not in _BY_SAMPLE:
+            continue
+        fast_s = others.total_s - others.waiting - others.transfer
+        late_s = min(late.late_s, others.waiting)
+        if fast_s <= 0:
+            continue
+        slow_s = fast_s + late_s
+        even_s = late.ranks / (1 / slow_s + (late.ranks - 1) / fast_s)
+        saving_s = slow_s - even_s
+        yield Advice(
+            rule="rebalance",
+            phase="waiting",
+            saving_s=saving_s,
+            phase_s=others.waiting,
+            share=facts.share(saving_s * late.scope.steps),
+            action=f"Where rank {late.scope.rank} stays slower, fewer samples of each batch for it "
+            f"(paceline run --rebalance) would save {_of(saving_s, others.waiting)} of waiting "
+            f"{late.scope.words}.",
+            evidence=f"It is busy for {format_seconds(slow_s)} of a step, the other ranks for "
+            f"{format_seconds(fast_s)} with as many samples.",
+        )
+        return
+
+
+# Causes that make each sample take longer; the others are of a step, whatever its samples.
+_BY_SAMPLE = ("data", "compute", "slow_core", "not_running", "stopped")
+
+
 def _evaluates(facts: Facts, late: StragglerScope) -> bool:
     """Return whether a rank is late since it evaluates, for which `share_evaluation` is."""
     uneven, others = facts.uneven_evaluation, late.scope.others
@@ -537,6 +575,7 @@ RULES: tuple[Callable[[Facts], Iterator[Advice]], ...] = (
     loader_workers,
     faster_stage,
     help_straggler,
+    rebalance,
     even_batches,
     more_microbatches,
     even_stages,

@@ -1,6 +1,6 @@
 """Decides the ranks' shares of a batch: a pure state machine that all ranks run alike.
 
-Every few steps the ranks exchange what they measured, a `Window` each; the same windows give the
+Every few steps the ranks exchange what they measured, a `RankWindow` each; the same windows give the
 same decision on every rank, so that none leads. The model of a rank's time has one figure for all
 ranks, since they run the same code, and one of its own::
 
@@ -67,7 +67,7 @@ class BalanceRules:
     least_steps: int = 3
 
 
-class Window(NamedTuple):
+class RankWindow(NamedTuple):
     """What a rank measured over its last steps; seconds are per batch.
 
     Attributes:
@@ -101,7 +101,7 @@ class Window(NamedTuple):
 
 
 @dataclass(slots=True)
-class SlowRank:
+class LaggingRank:
     """A rank that is slower than the others now.
 
     Attributes:
@@ -118,7 +118,7 @@ class SlowRank:
 
 
 @dataclass(frozen=True, slots=True)
-class _Trial:
+class _Change:
     """A change whose effect is being measured."""
 
     before: tuple[int, ...]
@@ -156,17 +156,17 @@ class Controller:
         self.rules = rules or BalanceRules()
         self.samples = (batch,) * ranks
         self.generation = 0
-        self.slow: dict[int, SlowRank] = {}
+        self.slow: dict[int, LaggingRank] = {}
         self._batch = batch
         self._wanted = tuple(weights)
         self._fixed = 0.0
         self._errors_s: deque[float] = deque(maxlen=_ERRORS)
-        self._running: list[Sequence[Window]] = []  # windows that promise the same change
-        self._trial: _Trial | None = None
+        self._running: list[Sequence[RankWindow]] = []  # windows that promise the same change
+        self._trial: _Change | None = None
         self._barred: set[frozenset[int]] = set()  # ranks from which samples are not taken again
         self._found: set[int] = set()  # ranks whose finding was reported, until they recover
 
-    def decide(self, windows: Sequence[Window], step: int) -> list[BalanceAction]:
+    def decide(self, windows: Sequence[RankWindow], step: int) -> list[BalanceAction]:
         """Take the windows of all ranks; return what follows from them, in order.
 
         After an action with `new_samples`, `samples` and `generation` are the new ones: the caller
@@ -189,7 +189,7 @@ class Controller:
             return actions + self._judge(self._trial, windows, step)
         return actions + self._propose(windows, step)
 
-    def _begin_as_asked(self, windows: Sequence[Window], step: int) -> list[BalanceAction]:
+    def _begin_as_asked(self, windows: Sequence[RankWindow], step: int) -> list[BalanceAction]:
         weights, self._wanted = self._wanted, ()
         before = self.samples
         self._change(in_proportion(sum(before), weights, self._least))
@@ -197,7 +197,7 @@ class Controller:
 
     # --- who is slow ------------------------------------------------------------------------------
 
-    def _note_slow(self, windows: Sequence[Window], step: int) -> list[BalanceAction]:
+    def _note_slow(self, windows: Sequence[RankWindow], step: int) -> list[BalanceAction]:
         """Keep the list of slow ranks; return what is found."""
         actions = []
         for rank, ratio in enumerate(self._ratios(windows)):
@@ -215,11 +215,11 @@ class Controller:
                     actions.append(self._action("found", windows, step, rank=rank))
             elif is_seen:
                 cause = cause_of(rank, windows, self._fixed)
-                self.slow[rank] = SlowRank(step, 1, ratio, cause)
+                self.slow[rank] = LaggingRank(step, 1, ratio, cause)
         return actions
 
     @property
-    def persistent(self) -> dict[int, SlowRank]:
+    def persistent(self) -> dict[int, LaggingRank]:
         """The ranks that have been slow for so long that their nodes are reported."""
         return {
             rank: slow
@@ -227,7 +227,7 @@ class Controller:
             if slow.windows >= self.rules.slow_windows
         }
 
-    def _ratios(self, windows: Sequence[Window]) -> list[float]:
+    def _ratios(self, windows: Sequence[RankWindow]) -> list[float]:
         """Return each rank's time for a sample over the median of the others'."""
         times = [window.busy_s / (self._fixed + window.samples) for window in windows]
         if len(times) < 2:
@@ -237,14 +237,14 @@ class Controller:
             for rank in range(len(times))
         ]
 
-    def _is_above_noise(self, rank: int, windows: Sequence[Window]) -> bool:
+    def _is_above_noise(self, rank: int, windows: Sequence[RankWindow]) -> bool:
         """Return whether a rank's extra time exceeds what noise explains."""
         others = [window.busy_s for other, window in enumerate(windows) if other != rank]
         extra_s = windows[rank].busy_s - statistics.median(others)
         weighs_less = windows[rank].samples < self._batch
         return weighs_less or extra_s > self.rules.noise_factor * self._noise_s(windows)
 
-    def _noise_s(self, windows: Sequence[Window]) -> float:
+    def _noise_s(self, windows: Sequence[RankWindow]) -> float:
         """Return the standard error of the ranks' times.
 
         Five steps tell little about it: their median deviation is small by chance now and then, so
@@ -255,7 +255,7 @@ class Controller:
 
     # --- changes ----------------------------------------------------------------------------------
 
-    def _propose(self, windows: Sequence[Window], step: int) -> list[BalanceAction]:
+    def _propose(self, windows: Sequence[RankWindow], step: int) -> list[BalanceAction]:
         """Change the shares if the last windows together promise that steps become shorter."""
         slowest = _slowest(windows)
         if self._running and _slowest(self._running[-1]) != slowest:
@@ -281,7 +281,7 @@ class Controller:
         predicted_s = step_s - gain_s
         self._change(samples)
         busy_s = tuple(window.busy_s for window in joined)
-        self._trial = _Trial(before, busy_s, step_s, predicted_s, [])
+        self._trial = _Change(before, busy_s, step_s, predicted_s, [])
         return [
             self._action(
                 "rebalanced",
@@ -294,7 +294,9 @@ class Controller:
             )
         ]
 
-    def _judge(self, trial: _Trial, windows: Sequence[Window], step: int) -> list[BalanceAction]:
+    def _judge(
+        self, trial: _Change, windows: Sequence[RankWindow], step: int
+    ) -> list[BalanceAction]:
         """Measure what a change brought; undo it if steps became longer."""
         trial.measured.append(_step_s(windows))
         measured_s = statistics.fmean(trial.measured)
@@ -321,7 +323,7 @@ class Controller:
         self._change(trial.before)
         return [dataclasses.replace(shown, kind="undone", new_samples=trial.before)]
 
-    def _learn(self, trial: _Trial, windows: Sequence[Window]) -> None:
+    def _learn(self, trial: _Change, windows: Sequence[RankWindow]) -> None:
         """Learn what a step costs beside its samples, from the same ranks with other shares."""
         seen = []
         for count, before_s, window in zip(trial.before, trial.busy_s, windows, strict=True):
@@ -334,7 +336,7 @@ class Controller:
         if seen:
             self._fixed = (self._fixed + statistics.median(seen)) / 2
 
-    def _best(self, windows: Sequence[Window]) -> tuple[tuple[int, ...], float]:
+    def _best(self, windows: Sequence[RankWindow]) -> tuple[tuple[int, ...], float]:
         """Return the best shares, and by how much earlier the last rank would be ready."""
         speeds = []
         for window in windows:
@@ -363,7 +365,7 @@ class Controller:
     def _action(
         self,
         kind: str,
-        windows: Sequence[Window],
+        windows: Sequence[RankWindow],
         step: int,
         *,
         rank: int | None = None,
@@ -386,7 +388,7 @@ class Controller:
         )
 
 
-def cause_of(rank: int, windows: Sequence[Window], fixed: float = 0.0) -> str:
+def cause_of(rank: int, windows: Sequence[RankWindow], fixed: float = 0.0) -> str:
     """Return where most of a rank's extra time goes; empty if it has none.
 
     Time without a core counts first: whatever the rank does takes longer then. Then waiting for
@@ -416,7 +418,7 @@ def cause_of(rank: int, windows: Sequence[Window], fixed: float = 0.0) -> str:
     return max(seconds, key=lambda cause: seconds[cause])
 
 
-def _joined(windows: Sequence[Window]) -> Window:
+def _joined(windows: Sequence[RankWindow]) -> RankWindow:
     """Return the windows of a rank, which ran with the same shares, as one."""
 
     def mean(name: str) -> float:
@@ -434,11 +436,11 @@ def _joined(windows: Sequence[Window]) -> Window:
     )
 
 
-def _slowest(windows: Sequence[Window]) -> int:
+def _slowest(windows: Sequence[RankWindow]) -> int:
     return max(range(len(windows)), key=lambda rank: (windows[rank].busy_s, -rank))
 
 
-def _step_s(windows: Sequence[Window]) -> float:
+def _step_s(windows: Sequence[RankWindow]) -> float:
     """Return a step's time: ranks end it together, so that all measured the same."""
     return statistics.median(window.step_s for window in windows)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 60.0
 
 
-class Exchange(Protocol):
+class WindowExchange(Protocol):
     """Gathers equally many numbers of all ranks."""
 
     def start(self, values: Sequence[float]) -> None:

@@ -39,11 +39,11 @@ from paceline.training.balance.batches import (
     Shares,
     why_not_balanced,
 )
-from paceline.training.balance.controller import Controller, Window
+from paceline.training.balance.controller import Controller, RankWindow
 from paceline.training.balance.exchange import GlooExchange
 from paceline.training.balance.gradients import WeighedBackward, adds_samples_up
 from paceline.training.balance.log import BalanceLog
-from paceline.training.balance.stopwatch import DeviceMark, Measured, Stopwatch
+from paceline.training.balance.stopwatch import DeviceMark, BusyTimes, Stopwatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from paceline.runs.balance import BalanceAction
     from paceline.training.balance.controller import BalanceRules
-    from paceline.training.balance.exchange import Exchange
+    from paceline.training.balance.exchange import WindowExchange
 
 _LOG = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class ScriptBalance:
         *,
         weights: Sequence[float] = (),
         rules: BalanceRules | None = None,
-        make_exchange: Callable[[], Exchange] = GlooExchange,
+        make_exchange: Callable[[], WindowExchange] = GlooExchange,
     ) -> None:
         self._run = run
         self._weights = tuple(weights)
@@ -106,7 +106,7 @@ class ScriptBalance:
         self._controllers: weakref.WeakKeyDictionary[BalancedLoader, Controller] = (
             weakref.WeakKeyDictionary()
         )
-        self._exchange: Exchange | None = None
+        self._exchange: WindowExchange | None = None
         self._in_flight: BalancedBatches | None = None  # whose batch started the exchange
         self._step = 0
         self._generations: set[int] = set()  # of the shares in this window
@@ -338,16 +338,16 @@ class ScriptBalance:
             _LOG.warning("rebalancing: %s", line)
 
 
-def _window(row: Sequence[float]) -> Window:
+def _window(row: Sequence[float]) -> RankWindow:
     """Return what a rank sent, see `ScriptBalance._start`."""
     _, generation, samples, most, _, _, *figures = row
-    measured = Measured(int(figures[0]), *figures[1:])
-    return Window(
+    measured = BusyTimes(int(figures[0]), *figures[1:])
+    return RankWindow(
         steps=measured.steps,
         generation=int(generation),
         samples=int(samples),
         most=int(most),
-        **{name: getattr(measured, name) for name in Measured._fields if name != "steps"},
+        **{name: getattr(measured, name) for name in BusyTimes._fields if name != "steps"},
     )
 
 

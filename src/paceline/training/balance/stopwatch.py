@@ -73,7 +73,7 @@ class DeviceMark:
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
-class _Step(NamedTuple):
+class _TimedStep(NamedTuple):
     """A measured step: its marks, its batches, its time on the host, and what is taken off."""
 
     begin: Any
@@ -83,8 +83,8 @@ class _Step(NamedTuple):
     waited_s: float
 
 
-class Measured(NamedTuple):
-    """The figures of a window; see `controller.Window`."""
+class BusyTimes(NamedTuple):
+    """The figures of a window; see `controller.RankWindow`."""
 
     steps: int
     busy_s: float
@@ -115,7 +115,7 @@ class Stopwatch:
         self._begin_host = HostMark()
         self._waited_s = 0.0
         self._batches = 0
-        self._steps: list[_Step] = []
+        self._steps: list[_TimedStep] = []
         self._data_s = 0.0
         self._all_batches = 0
         self._since = host()
@@ -141,13 +141,13 @@ class Stopwatch:
             return
         if self._begin is not None and self._batches:
             step_s = now.since(self._begin_host) or 0.0
-            step = _Step(self._begin, self._ready, self._batches, step_s, self._waited_s)
+            step = _TimedStep(self._begin, self._ready, self._batches, step_s, self._waited_s)
             self._steps.append(step)
             del self._steps[:-_STEPS_MAX]
         self._begin, self._ready, self._begin_host = self.make_mark(), None, now
         self._batches, self._waited_s = 0, 0.0
 
-    def measured(self) -> Measured:
+    def measured(self) -> BusyTimes:
         """Return the figures of the steps since the last restart, per batch."""
         busy, whole = [], []
         for step in self._steps:
@@ -157,9 +157,9 @@ class Stopwatch:
                 whole.append(step.step_s / step.batches)
         now, batches = self._host(), max(1, self._all_batches)
         if not busy:
-            return Measured(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+            return BusyTimes(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         middle_s = statistics.median(busy)
-        return Measured(
+        return BusyTimes(
             steps=len(busy),
             busy_s=middle_s,
             spread_s=statistics.median(abs(value - middle_s) for value in busy),
