@@ -49,8 +49,9 @@ def step_samples(said):
         (("--workers", "2"), ()),
         (("--accumulate", "2"), ("--no-record",)),
         ((), ("--collectives", "paceline")),
+        (("--prepare",), ("--no-record",)),
     ],
-    ids=["plain", "workers", "accumulation", "paceline"],
+    ids=["plain", "workers", "accumulation", "paceline", "prepared"],
 )
 def test_weights_are_those_of_the_balanced_run(tmp_path, reference, args, options):
     _, said = rebalance(tmp_path, *args, options=("--shares", "1,0.5", *options))

@@ -9,13 +9,21 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from paceline.trace.collectors.hook_registry import HookRegistry  # noqa: E402
 from paceline.training.balance.gradients import WeighedBackward, adds_samples_up  # noqa: E402
 
 
 @pytest.fixture
-def weigh(monkeypatch):
-    """Return a function that has backward passes weighted; it is undone after the test."""
-    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
+def hooks():
+    """Hooks in torch, which are taken out after the test."""
+    registry = HookRegistry()
+    yield registry
+    registry.remove()
+
+
+@pytest.fixture
+def weigh(hooks):
+    """Have backward passes weighted; what is returned says by how much, and counts calls."""
     state = {"weight": 1.0, "begun": 0, "ready": 0, "ended": 0}
 
     def begin(_roots):
@@ -25,7 +33,7 @@ def weigh(monkeypatch):
     def count(name):
         state[name] += 1
 
-    WeighedBackward(begin, lambda: count("ready"), lambda: count("ended")).install()
+    WeighedBackward(begin, lambda: count("ready"), lambda: count("ended")).install(hooks)
     return state
 
 
@@ -88,14 +96,13 @@ def test_a_backward_pass_within_one_is_not_weighted_again(weigh):
     assert [weigh[name] - before[name] for name in ("begun", "ready", "ended")] == [1, 1, 1]
 
 
-def test_all_gradients_are_there_when_ready_is_called(monkeypatch):
-    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
+def test_all_gradients_are_there_when_ready_is_called(hooks):
     net, seen = model(), []
 
     def ready():
         seen.append(all(parameter.grad is not None for parameter in net.parameters()))
 
-    WeighedBackward(lambda _: 1.0, ready, lambda: None).install()
+    WeighedBackward(lambda _: 1.0, ready, lambda: None).install(hooks)
     net(torch.randn(2, 6, dtype=torch.float64)).sum().backward()
     assert seen == [True]
 

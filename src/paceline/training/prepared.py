@@ -142,6 +142,7 @@ class Prepared:
         total = torch.tensor([samples], device=device)
         dist.all_reduce(total, group=self.ranks.group)
         self._weight.scale, self._weight.is_used = self.ranks.size * samples / int(total), True
+        Weight.in_process = True
         try:
             yield samples
         finally:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,11 @@ class Weight:
         scale: the factor.
         is_used: whether batches are weighted at all.
         is_required: whether training without weights would be wrong.
+        in_process: whether this process weighs gradients by what it sees of the batches, so that
+            rebalancing, which makes them unequal, must not weigh them again.
     """
+
+    in_process: ClassVar[bool] = False
 
     scale: float = 1.0
     is_used: bool = False
@@ -83,7 +87,7 @@ def weighted_batches(
     if ranks.size == 1:
         yield from loader
         return
-    weight.is_used = True
+    weight.is_used = Weight.in_process = True
     last: Any = None
     for batch in _padded_forever(loader):
         has_ended = batch is _ENDED

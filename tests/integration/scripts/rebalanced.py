@@ -20,6 +20,7 @@ parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--slow", type=int)
 parser.add_argument("--loss", default="mean")
 parser.add_argument("--ahead", action="store_true")
+parser.add_argument("--prepare", action="store_true")
 parser.add_argument("--epochs", type=int, default=2)
 options = parser.parse_args()
 
@@ -54,15 +55,22 @@ data = Samples(490)
 sampler = DistributedSampler(data, seed=5)
 loader = DataLoader(data, batch_size=8, sampler=sampler, num_workers=options.workers)
 held_out = DataLoader(data, batch_size=16, sampler=DistributedSampler(data, shuffle=False))
-model = DistributedDataParallel(
-    nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 5)).double()
-)
+model = nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 5)).double()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+if options.prepare:
+    import paceline.training
+
+    prepared = paceline.training.prepare(model, optimizer)
+    model = prepared.model
+else:
+    model = DistributedDataParallel(model)
 work = torch.randn(200, 200)
 steps, evaluated = [], []
 for epoch in range(options.epochs):
     sampler.set_epoch(epoch)
     batches = ahead(loader) if options.ahead else loader
+    if options.prepare:
+        batches = prepared.batches(loader)
     for number, (inputs, labels, indices) in enumerate(batches):
         steps.append(indices.tolist())
         if rank == options.slow:

@@ -1,8 +1,8 @@
 """Decides the ranks' shares of a batch: a pure state machine that all ranks run alike.
 
-Every few steps the ranks exchange what they measured, a `RankWindow` each; the same windows give the
-same decision on every rank, so that none leads. The model of a rank's time has one figure for all
-ranks, since they run the same code, and one of its own::
+Every few steps the ranks exchange what they measured, a `RankWindow` each; the same windows give
+the same decision on every rank, so that none leads. The model of a rank's time has one figure for
+all ranks, since they run the same code, and one of its own::
 
     busy_s(n) = per_sample_s * (fixed + n)      fixed: what a step costs beside its n samples, in
                                                 samples; 0 until a change of n has shown it

@@ -22,6 +22,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from paceline.trace.collectors.hook_registry import HookRegistry
+
 _SUM = 2  # what losses keep as their reduction, see torch.nn._reduction
 _DEEPEST = 16  # operators between the root and a loss's reduction
 
@@ -49,8 +51,8 @@ class WeighedBackward:
         # A pass may run another one, as reentrant checkpoints do, in another thread of the engine.
         self._is_inside = False
 
-    def install(self) -> None:
-        """Replace it, for good."""
+    def install(self, hooks: HookRegistry) -> None:
+        """Replace it, until the hooks are taken out."""
         original = torch.autograd.backward
 
         @functools.wraps(original)
@@ -70,7 +72,7 @@ class WeighedBackward:
                     handle.remove()
             self._end()
 
-        torch.autograd.backward = backward
+        hooks.replace(torch.autograd, "backward", backward)
 
     def _hook(self, weight: float) -> Callable[[torch.Tensor], torch.Tensor | None]:
         def at_root(gradient: torch.Tensor) -> torch.Tensor | None:

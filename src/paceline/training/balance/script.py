@@ -32,6 +32,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from paceline.core.errors import DeadlineExceeded
 from paceline.runs.balance import SlowNode, SlowNodes
+from paceline.trace.collectors.hook_registry import HookRegistry
 from paceline.training.balance.batches import (
     BalancedBatches,
     BalancedLoader,
@@ -43,7 +44,8 @@ from paceline.training.balance.controller import Controller, RankWindow
 from paceline.training.balance.exchange import GlooExchange
 from paceline.training.balance.gradients import WeighedBackward, adds_samples_up
 from paceline.training.balance.log import BalanceLog
-from paceline.training.balance.stopwatch import DeviceMark, BusyTimes, Stopwatch
+from paceline.training.balance.stopwatch import BusyTimes, DeviceMark, Stopwatch
+from paceline.training.uneven import Weight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -78,6 +80,10 @@ class ScriptBalance:
         weights: of the ranks' shares from the start; empty: equal, until they are measured.
         rules: when shares change.
         make_exchange: makes what gathers the ranks' windows; called when all ranks are there.
+
+    Attributes:
+        hooks: in torch. They can be taken out and put back between epochs, on all ranks, as long as
+            shares are equal.
     """
 
     def __init__(
@@ -92,6 +98,7 @@ class ScriptBalance:
         self._weights = tuple(weights)
         self._rules = rules
         self._make_exchange = make_exchange
+        self.hooks = HookRegistry()
         self._thread = threading.get_ident()
         self._stopwatch = Stopwatch()
         self._loaders: weakref.WeakKeyDictionary[BatchSampler, BalancedLoader] = (
@@ -117,28 +124,28 @@ class ScriptBalance:
         self._log: BalanceLog | None = None
 
     def install(self) -> None:
-        """Put the hooks in place, for good."""
+        """Put the hooks in place."""
         self._replace(BatchSampler, "__iter__", self._iterate)
         self._replace(_BaseDataLoaderIter, "__next__", self._next)
         if hasattr(DistributedDataParallel, "_sync_buffers"):
             self._replace(DistributedDataParallel, "_sync_buffers", self._timed)
-        WeighedBackward(self._begin, self._stopwatch.gradients_ready, self._end).install()
-        register_optimizer_step_pre_hook(self._before_optimizer)
+        backward = WeighedBackward(self._begin, self._stopwatch.gradients_ready, self._end)
+        backward.install(self.hooks)
+        self.hooks.add(lambda: register_optimizer_step_pre_hook(self._before_optimizer).remove)
 
     def close(self) -> None:
         """Write what is left to write; shares end with the process."""
         if self._log is not None:
             self._log.close()
 
-    @staticmethod
-    def _replace(owner: type, attribute: str, call: Callable[..., Any]) -> None:
+    def _replace(self, owner: type, attribute: str, call: Callable[..., Any]) -> None:
         original = getattr(owner, attribute)
 
         @functools.wraps(original)
         def replaced(*args: Any, **kwargs: Any) -> Any:
             return call(original, *args, **kwargs)
 
-        setattr(owner, attribute, replaced)
+        self.hooks.replace(owner, attribute, replaced)
 
     # --- batches ----------------------------------------------------------------------------------
 
@@ -207,8 +214,7 @@ class ScriptBalance:
                 self._refuse(3)
         if is_first and last.loader is not self._training and self._may_adopt():
             self._adopt(last, roots)
-        shares = last.current()
-        return shares.weight(last.loader.rank)
+        return 1.0 if Weight.in_process else last.current().weight(last.loader.rank)
 
     def _end(self) -> None:
         self._since_backward.clear()

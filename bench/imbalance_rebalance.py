@@ -1,0 +1,336 @@
+"""What does `paceline run --rebalance` recover, find, cost, and does it leave even ranks alone?
+
+Two ranks on a core each train a CNN with DistributedDataParallel on gloo, by turns with and without
+--rebalance; the samples of each step are the same.
+
+- hog: from a step on, a process computes on rank 1's core. disk: from a step on, a token bucket
+  holds back rank 1's reads of samples from a file. Both double its step. How many steps later the
+  rank is found, with which cause, and which part of what can be recovered is: with equal shares a
+  step takes `slow`, undisturbed `clean`, and with shares by speed 2 / (1/clean + 1/slow) at best,
+  as if nothing of a step was the same whatever its samples.
+- quota: rank 1 has 60 % of its core, by a quota of its control group (or, without one, by being
+  stopped for 40 % of the time), from the start. Throughput against the sum of what the two ranks
+  reach, and how far the loss curve is from that of equal shares.
+- even: nothing disturbs. What the hooks cost: in one job, epochs with and without them by turns.
+  And how many of 100 jobs see an action.
+
+    python bench/imbalance_rebalance.py --json [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from harness import Report, median_interval, options, run_sections, tell
+
+RANKS, BATCH = 2, 32
+STEPS, DISTURBED_FROM, SETTLED = 140, 40, 60  # of a job; steps after which shares have settled
+QUOTA = 0.6
+FOUND_WITHIN, RECOVERED, IDEAL, OVERHEAD = 20, 0.7, 0.9, 0.01
+CAUSES = {"hog": "not_running", "disk": "data"}
+DEADLINE_S = 600
+
+
+# --- a rank -----------------------------------------------------------------------------------
+
+
+class File:
+    """Images in a file, whose reads a token bucket may hold back, as a throttled disk does."""
+
+    def __init__(self, path, count):
+        import torch
+
+        self.size = 3 * 32 * 32
+        self.file = os.open(path, os.O_RDONLY)
+        self.labels = torch.arange(count) % 10
+        self.bytes_per_s = None
+        self.free_at_s = 0.0
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        import torch
+
+        data = os.pread(self.file, self.size, int(index) * self.size)
+        if self.bytes_per_s is not None:
+            now_s = time.monotonic()
+            self.free_at_s = max(now_s, self.free_at_s) + len(data) / self.bytes_per_s
+            time.sleep(self.free_at_s - now_s)
+        image = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(3, 32, 32)
+        return image.float().div_(255), self.labels[index]
+
+
+def hog():
+    """Start a process that computes on this process's core."""
+    core = next(iter(os.sched_getaffinity(0)))
+    code = f"import os\nwhile os.getppid() == {os.getpid()}:\n for _ in range(10000): pass"
+    process = subprocess.Popen([sys.executable, "-S", "-c", code])
+    os.sched_setaffinity(process.pid, {core})
+    return process
+
+
+def train(given):
+    """Train in a rank, and write what each step took and what it lost."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader
+    from torch.utils.data.distributed import DistributedSampler
+
+    if given.group and int(os.environ["RANK"]) == 1:
+        Path(given.group, "cgroup.procs").write_text(str(os.getpid()))
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    per_epoch = 40 if given.paused else 100
+    data = File(given.data, per_epoch * RANKS * BATCH)
+    sampler = DistributedSampler(data, seed=1)
+    loader = DataLoader(data, batch_size=BATCH, sampler=sampler)
+    layers = [nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU()]
+    layers += [nn.Conv2d(32, 32, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 36, 10)]
+    model = DistributedDataParallel(nn.Sequential(*layers))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    balance = None
+    if given.paused:
+        from paceline.training.balance.script import ScriptBalance
+
+        balance = ScriptBalance(Path(given.out))
+        balance.install()
+    seconds, losses, is_on, other = [], [], [], None
+    epoch = 0
+    last_s = time.perf_counter()
+    while len(seconds) < given.steps:
+        sampler.set_epoch(epoch)
+        if balance is not None:
+            (balance.hooks.remove if epoch % 2 else balance.hooks.put_back)()
+        for images, labels in loader:
+            if len(seconds) == given.disturbed and rank == 1:
+                if given.case == "hog":
+                    other = hog()
+                elif given.case == "disk":  # as long again as a step takes
+                    median_s = statistics.median(seconds[given.disturbed // 2 :])
+                    data.bytes_per_s = BATCH * data.size / median_s
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            losses.append((loss.item() * len(labels), len(labels)))
+            now_s = time.perf_counter()
+            seconds.append(now_s - last_s)
+            is_on.append(epoch % 2 == 0)
+            last_s = now_s
+            if len(seconds) == given.steps:
+                break
+        epoch += 1
+        last_s = time.perf_counter()
+    if other is not None:
+        other.kill()
+        other.wait()
+    said = {"seconds": seconds, "losses": losses, "on": is_on}
+    Path(given.out, f"said-{rank}.json").write_text(json.dumps(said))
+    dist.destroy_process_group()
+
+
+# --- jobs -------------------------------------------------------------------------------------
+
+
+def job(data, case, *, steps=STEPS, rebalance=(), disturbed=DISTURBED_FROM, group="", paused=False):
+    """Run a job of two ranks; return the steps, the loss of each step, and the actions."""
+    from paceline.runs.balance import read_balance
+
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            *(sys.executable, "-m", "paceline", "run", "-n", str(RANKS), "--no-record", *rebalance),
+            *("--out", f"{folder}/run", __file__, "--case", case, "--data", data),
+            *("--out", folder, "--steps", str(steps), "--disturbed", str(disturbed)),
+            *(("--group", group) if group else ()),
+            *(("--paused",) if paused else ()),
+        ]
+        done = subprocess.run(
+            command, check=False, capture_output=True, text=True, timeout=DEADLINE_S
+        )
+        if done.returncode:
+            sys.exit(f"a job failed: {done.stderr}")
+        ranks = [json.loads(Path(folder, f"said-{rank}.json").read_text()) for rank in range(RANKS)]
+        balance = read_balance(Path(folder, "run"))
+    curves = zip(*(rank["losses"] for rank in ranks), strict=True)
+    curve = [sum(loss for loss, _ in step) / sum(count for _, count in step) for step in curves]
+    actions = balance.actions if balance is not None else ()
+    nodes = balance.slow_nodes if balance is not None else ()
+    return {"seconds": ranks[0]["seconds"], "curve": curve, "actions": actions, "nodes": nodes,
+            "on": ranks[0]["on"]}  # fmt: skip
+
+
+def ideal_s(clean_s, slow_s):
+    """Return the step's time with shares by speed, of ranks that take so long with equal ones."""
+    return 2 / (1 / clean_s + 1 / slow_s)
+
+
+def disturbed(report, data, case, rounds):
+    """Measure what is found and recovered when rank 1 becomes slower within a job."""
+    found, recovered, causes = [], [], []
+    for _ in range(rounds):
+        plain = job(data, case)
+        balanced = job(data, case, rebalance=("--rebalance",))
+        clean_s = statistics.median(plain["seconds"][5:DISTURBED_FROM])
+        slow_s = statistics.median(plain["seconds"][DISTURBED_FROM + 5 :])
+        after_s = statistics.median(balanced["seconds"][DISTURBED_FROM + SETTLED :])
+        best_s = ideal_s(clean_s, slow_s)
+        first = next((action for action in balanced["actions"] if action.kind == "found"), None)
+        found.append(first.step - DISTURBED_FROM if first is not None else float("inf"))
+        causes.append(first.cause if first is not None and first.rank == 1 else "")
+        recovered.append((slow_s - after_s) / max(1e-9, slow_s - best_s))
+        report.row(case=case, clean_s=clean_s, slow_s=slow_s, ideal_s=best_s, balanced_s=after_s,
+                   found_after=found[-1], cause=causes[-1], recovered=recovered[-1],
+                   actions=[action.kind for action in balanced["actions"]],
+                   samples=list(shares(balanced)),
+                   slow_node=[node.sentence for node in balanced["nodes"]])  # fmt: skip
+    right = sum(cause == CAUSES[case] for cause in causes) / len(causes)
+    report.bar(f"{case}: steps until the rank is found, median", statistics.median(found),
+               FOUND_WITHIN)  # fmt: skip
+    report.bar(f"{case}: share of jobs that name the cause, {CAUSES[case]}", right, 1.0,
+               at_least=True)  # fmt: skip
+    report.bar(f"{case}: share of what is recoverable that is recovered, median",
+               statistics.median(recovered), RECOVERED, at_least=True)  # fmt: skip
+
+
+def shares(done):
+    return next(
+        (action.new_samples for action in reversed(done["actions"]) if action.new_samples), ()
+    )
+
+
+@contextlib.contextmanager
+def quota():
+    """Yield the folder of a control group with 60 % of a core; None where none can be made."""
+    own = next(
+        (line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines()
+         if "cpu" in line.split(":")[1].split(",")),
+        "/",
+    )  # fmt: skip
+    folder = Path("/sys/fs/cgroup/cpu") / own.lstrip("/") / f"rebalance-{os.getpid()}"
+    try:
+        folder.mkdir()
+        # Short periods: a step has many of them.
+        (folder / "cpu.cfs_period_us").write_text("5000")
+        (folder / "cpu.cfs_quota_us").write_text(str(int(5000 * QUOTA)))
+    except OSError as problem:
+        tell(f"no control group with a quota: {problem}")
+        yield None
+        return
+    try:
+        yield str(folder)
+    finally:
+        folder.rmdir()
+
+
+def uneven(report, data, rounds):
+    """Measure the throughput of two ranks of which one has 60 % of its core."""
+    reached, given, differences = [], [], []
+    with quota() as group:
+        if group is None:
+            report.bar("quota: throughput of the ideal one", None, IDEAL, at_least=True,
+                       reason="no control group of version 1 with a CPU quota can be made here")  # fmt: skip
+            return
+        for _ in range(rounds):
+            clean = job(data, "none", steps=60)
+            equal = job(data, "quota", group=group)
+            measured = job(data, "quota", group=group, rebalance=("--rebalance",))
+            asked = job(data, "quota", group=group, rebalance=("--shares", f"1,{QUOTA}"))
+            clean_s = statistics.median(clean["seconds"][5:])
+            equal_s = statistics.median(equal["seconds"][5:])
+            best_s = ideal_s(clean_s, equal_s)
+            settled_s = statistics.median(measured["seconds"][SETTLED:])
+            asked_s = statistics.median(asked["seconds"][SETTLED:])
+            reached.append(best_s / settled_s)
+            given.append(best_s / asked_s)
+            pairs = zip(equal["curve"], measured["curve"], strict=True)
+            differences.append(max(abs(loss - other) for loss, other in pairs))
+            report.row(case="quota", clean_s=clean_s, equal_s=equal_s, ideal_s=best_s,
+                       measured_s=settled_s, given_s=asked_s, of_ideal=reached[-1],
+                       of_ideal_given=given[-1], samples=list(shares(measured)),
+                       loss_first=measured["curve"][0], loss_last=measured["curve"][-1],
+                       loss_difference=differences[-1],
+                       actions=[action.kind for action in measured["actions"]])  # fmt: skip
+    report.bar("quota: throughput of the ideal one, shares as measured, median",
+               statistics.median(reached), IDEAL, at_least=True)  # fmt: skip
+    report.bar("quota: throughput of the ideal one, from --shares 1,0.6, median",
+               statistics.median(given), IDEAL, at_least=True)  # fmt: skip
+    report.bar("quota: largest difference of the loss of a step from equal shares",
+               max(differences), 1e-3)  # fmt: skip
+
+
+def even(report, data, quick):
+    """Measure what rebalancing costs where there is nothing to do, and whether it does nothing."""
+    ratios = []
+    for _ in range(1 if quick else 4):
+        done = job(data, "even", steps=240 if quick else 800, paused=True)
+        blocks = [done["seconds"][at + 2 : at + 40] for at in range(0, len(done["seconds"]), 40)]
+        pairs = zip(blocks[2::2], blocks[3::2], strict=False)  # the first two warm up
+        pair = [statistics.median(on) / statistics.median(off) - 1 for on, off in pairs]
+        ratios.append(pair)
+        report.row(case="overhead", pairs=len(pair), median=statistics.median(pair))
+    median, low, high = median_interval(ratios)
+    report.row(case="overhead, all", median=median, low=low, high=high)
+    report.bar("even: overhead of a step, median", median, OVERHEAD)
+    acted = 0
+    count = 3 if quick else 100
+    for number in range(count):
+        done = job(data, "even", steps=60, rebalance=("--rebalance",))
+        if done["actions"]:
+            acted += 1
+            report.row(case="an action in an even run", run=number,
+                       actions=[action.to_json() for action in done["actions"]])  # fmt: skip
+    report.row(case="even runs", runs=count, with_an_action=acted)
+    report.bar(f"even: runs of {count} with an action", acted, 0)
+
+
+def measure(report, *, quick):
+    """Measure all parts; rows and bars go to the report."""
+    rounds = 1 if quick else 5
+    with tempfile.TemporaryDirectory() as folder:
+        data = f"{folder}/images"
+        size = 100 * RANKS * BATCH * 3 * 32 * 32
+        Path(data).write_bytes(os.urandom(size))
+        parts = {
+            "hog": lambda: disturbed(report, data, "hog", rounds),
+            "disk": lambda: disturbed(report, data, "disk", rounds),
+            "quota": lambda: uneven(report, data, rounds),
+            "even": lambda: even(report, data, quick),
+        }
+        run_sections(parts, lambda name: parts[name](), report)
+
+
+def rank_options():
+    parser = argparse.ArgumentParser()
+    for name in ("--case", "--data", "--out", "--group"):
+        parser.add_argument(name, default="")
+    for name in ("--steps", "--disturbed"):
+        parser.add_argument(name, type=int, default=0)
+    parser.add_argument("--paused", action="store_true")
+    return parser.parse_args()
+
+
+def main():
+    if "RANK" in os.environ:
+        train(rank_options())
+        return
+    asked = options(__doc__)
+    report = Report("imbalance_rebalance", asked.json)
+    measure(report, quick=asked.quick)
+    sys.exit(report.print())
+
+
+if __name__ == "__main__":
+    main()
