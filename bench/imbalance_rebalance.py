@@ -241,7 +241,7 @@ def uneven(report, data, rounds):
     with quota() as group:
         if group is None:
             report.bar("quota: throughput of the ideal one", None, IDEAL, at_least=True,
-                       reason="no control group of version 1 with a CPU quota can be made here")  # fmt: skip
+                       reason="no control group (version 1) with a CPU quota here")  # fmt: skip
             return
         for _ in range(rounds):
             clean = job(data, "none", steps=60)

@@ -9,6 +9,7 @@ started theirs, and nobody waits.
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 import socket
 from typing import TYPE_CHECKING, Protocol
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _TIMEOUT_S = 60.0
+_NUMBERS = itertools.count()  # a name in a store serves once
 
 
 class WindowExchange(Protocol):
@@ -48,7 +50,7 @@ class GlooExchange:
         self._ranks = dist.get_world_size()
         world = dist.group.WORLD
         assert world is not None
-        store = dist.PrefixStore("paceline-balance", world.get_group_store())
+        store = dist.PrefixStore(f"paceline-balance-{next(_NUMBERS)}", world.get_group_store())
         self._timeout = datetime.timedelta(seconds=_TIMEOUT_S)
         store.set(f"host-{dist.get_rank()}", socket.gethostname())
         self._store = store
