@@ -51,12 +51,8 @@ def test_every_page_can_be_found_from_the_readme():
     [
         *("tutorial/late-rank.md", "guides/trust.md", "guides/predict.md", "guides/scale.md"),
         *("guides/load.md", "guides/node-reader.md", "guides/start.md", "guides/collectives.md"),
-<<<<<<< HEAD
-        "guides/wait-states.md",
-        "guides/remedies.md",
-=======
         *("guides/wait-states.md", "guides/rebalancing.md"),
->>>>>>> f4254e68 (Describe rebalancing, and measure it)
+        "guides/remedies.md",
         "guides/export.md",
         "guides/data-parallel.md",
         "guides/pacing.md",
