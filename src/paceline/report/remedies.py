@@ -52,7 +52,7 @@ LABELS = {
     TOGETHER: "together",
 }
 _LEAST_GAIN = 0.01  # of a step, to be worth a remedy
-# Settings of `paceline run` by remedy: what a run with it was told, and one without it was not.
+# Settings of `paceline run` that are remedies.
 _SETTING = {"budget": BUDGET, "bind": BUDGET, "pacing": PACING, "rebalance": REBALANCING}
 
 
