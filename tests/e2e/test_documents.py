@@ -53,6 +53,7 @@ def test_every_page_can_be_found_from_the_readme():
         *("guides/load.md", "guides/node-reader.md", "guides/start.md", "guides/collectives.md"),
         *("guides/wait-states.md", "guides/rebalancing.md"),
         "guides/remedies.md",
+        "guides/tune.md",
         "guides/export.md",
         "guides/data-parallel.md",
         "guides/pacing.md",

@@ -109,6 +109,7 @@ EXPORTS = {
     "federated.ledger.torture": [],
     "launch.hangs": [],
     "launch.servers": [],
+    "launch.tuning": [],
     "launch": [],
     "launch.startup": [],
     "launch.rendezvous": [],

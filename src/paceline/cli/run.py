@@ -176,6 +176,12 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
     help="Follow the plan file (from paceline plan --out), and compare the run with its estimate.",
 )
 @click.option(
+    "--tune",
+    metavar="SETTING=A,B",
+    help="Try two values of a setting by turns while the job runs, and keep the better: threads, "
+    "gc-threshold or loader-nice; A unless B is faster for certain.",
+)
+@click.option(
     "--hang-timeout",
     metavar="SECONDS",
     help="End the run, and name the rank, when others wait this long for one that shows no sign of "
@@ -231,6 +237,7 @@ def run(
     rdzv_id: str | None,
     machine: Path | None,
     plan_path: Path | None,
+    tune: str | None,
     hang_timeout: str | None,
     mpi: bool,
     as_json: bool,
@@ -289,6 +296,7 @@ def run(
         "outputs": list(outputs) or None,
         "output_limit_bytes": parse_size(output_limit) if output_limit else None,
         "tag_output": tag_output,
+        "tune": tune,
         "nnodes": parse_nnodes(nnodes) if nnodes is not None else None,
         "node_rank": node_rank,
         "rdzv_endpoint": rdzv_endpoint,
@@ -323,6 +331,8 @@ def run(
         return
     if job.resolved.config.record:
         warn(recording_warnings(job.run_folder))
+    if job.resolved.config.tune:
+        _say_tuned(job.run_folder)
     print_result(result, job.run_folder, as_json=as_json, recorded=bool(result.ranks))
 
 
@@ -335,6 +345,19 @@ def _is_mpi_rank() -> bool:
     from paceline.launch.task_placement import detect
 
     return detect(environment()) is not None
+
+
+def _say_tuned(run: Path) -> None:
+    """Print what was found of the setting of ``--tune``."""
+    from paceline.report.tuning import tune_words
+    from paceline.runs.folder import RunFolder
+    from paceline.runs.tuning import TUNE_NAME, TuneResult
+
+    found = RunFolder.open(run).read_record(TuneResult, TUNE_NAME)
+    words = tune_words(found) or (
+        "Trying the setting of --tune has no result: the run had too few steps of an optimizer."
+    )
+    click.echo(f"tune: {words}", err=True)
 
 
 def _run_mpi(

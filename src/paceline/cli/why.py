@@ -82,7 +82,7 @@ def why(
         names = ["version", "run", "state", "verdict", "cautions", "advice"]
         names += ["exit_code", "failure", "nan", "step_rule", "stragglers", "shifts", "host_work"]
         names += ["loader_stages_s", "collective_paths", "pipeline", "bubble", "spilling"]
-        names += ["balance", "data", "files", "loader", "remedies", "remedy_outcome"]
+        names += ["balance", "data", "files", "loader", "tuned", "remedies", "remedy_outcome"]
         click.echo(json.dumps({"kind": "why", **{name: everything[name] for name in names}}))
         return
     console = Console(highlight=False)

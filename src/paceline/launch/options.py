@@ -50,7 +50,8 @@ class RunConfig(Configuration):
     `shares`, and `strategy` with `partitions`, `replicas` and `microbatches`, in the last bits of
     sums.
     Changes speed: `record`, `record_io`, `profile_steps`, `bind`, `allocator`, `node_reader`,
-    `pace`, `memory_budget_bytes`, `spill_folder`.
+    `pace`, `memory_budget_bytes`, `spill_folder`, `tune` (and, with the number of threads, last
+    bits).
     Changes what is printed: `tag_output`.
     Says where the other nodes are, with the meaning that torchrun gives these names: `nnodes`,
     `node_rank`, `rdzv_endpoint`, `rdzv_id`.
@@ -102,6 +103,8 @@ class RunConfig(Configuration):
             close then waits; 0: no limit but the disk.
         output_wait_s: the longest time that a close waits for that.
         output_end_s: the longest time without progress when the rest is copied at the end.
+        tune: a setting and two values of it, as ``threads=1,2``, that are tried by turns in the
+            running job; the better one is kept (docs/guides/tune.md). Empty: none.
         tag_output: whether each line that a rank prints carries its rank.
         nnodes: number of nodes, each with a launcher of its own and `ranks` ranks.
         node_rank: number of this node, 0 to nnodes - 1; None is the task's rank in a Slurm step
@@ -146,6 +149,7 @@ class RunConfig(Configuration):
     output_limit_bytes: int = 0
     output_wait_s: float = 600.0
     output_end_s: float = 300.0
+    tune: str = ""
     tag_output: bool = False
     nnodes: int = 1
     node_rank: int | None = None

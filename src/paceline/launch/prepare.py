@@ -25,6 +25,7 @@ from paceline.launch.ranks import RankIds
 from paceline.launch.recordable import find_obstacle, script_line
 from paceline.launch.shares import parse_shares
 from paceline.launch.task_placement import TaskPlacement, check_world, detect
+from paceline.launch.tuning.settings import parse_tune
 from paceline.store.posix.mounts import PackMount, parse_mounts
 from paceline.store.serve.run_data import RunData, parse_data
 from paceline.store.serve.run_output import RunOutput, parse_outputs
@@ -193,8 +194,9 @@ def prepare(
     Raises:
         DestinationExists: the folder is there and not empty.
         UsageError: Slurm or mpirun has another number of tasks, something contradicts the plan,
-            an executable is given a memory budget or shares, shares are not those of the ranks, or
-            the MPI of a program is not known.
+            an executable is given a memory budget, shares or a setting to tune, such a setting
+            cannot be tuned, shares are not those of the ranks, or the MPI of a program is not
+            known.
         Missing: torch is not installed, or the library that records MPI.
         ConfigError: a setting of the backend ``paceline`` is not valid.
     """
@@ -217,6 +219,15 @@ def prepare(
             why="it changes batches and weighs gradients inside the process that trains",
             fix="Start the Python script itself with paceline run --rebalance",
         )
+    if config.tune:
+        parse_tune(config.tune)
+        if not is_python:
+            raise UsageError(
+                "--tune needs a Python script or module",
+                where=program.name,
+                why="settings are switched inside the process that trains",
+                fix="Start the Python script itself",
+            )
     node_ranks = plan.plan.ranks_per_node if plan else config.ranks or 1
     task = task_of_node(config, detect(environment()), node_ranks, [program.name, *args])
     if task is not None:

@@ -299,6 +299,7 @@ class _Starter:
             *_plan_options(self.job.plan),
             *_memory_options(config),
             *_balance_options(self.job),
+            *_tune_options(config),
             *("--kind", self.job.started.kind),
             # without this "--", argparse would consume the first "--" among the program's arguments
             "--",
@@ -371,6 +372,11 @@ def _balance_options(job: PreparedJob) -> list[str]:
     if not job.rebalance:
         return []
     return ["--rebalance", ",".join(map(str, job.weights)) or "measured"]
+
+
+def _tune_options(config: RunConfig) -> list[str]:
+    """Return the worker's command-line options that carry the setting to tune."""
+    return ["--tune", config.tune] if config.tune else []
 
 
 def _threads(job: PreparedJob) -> int | None:

@@ -43,6 +43,7 @@ _INPUT = "paceline.launch.paced_input"
 _ORDER = "paceline.launch.ddp_order"
 _BALANCE = "paceline.training.balance.script"
 _COLLECTIVES = "paceline.collectives.registration"
+_TUNING = "paceline.launch.tuning.session"
 
 
 def main(argv: list[str]) -> int:
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> int:
     if options.temporary:  # child processes inherit it, as they do a folder that Python has chosen
         config = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001  # no public setting
         config["tempdir"] = options.temporary
-    _change_torch(options)
+    _change_torch(options, rank, environ)
     if options.record == "on":
         try:
             attach.start(options.run, rank, int(environ["WORLD_SIZE"]), options.profile_steps)
@@ -130,13 +131,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--rebalance", default="", help="weights of the first shares, or measured")
     parser.add_argument("--memory-budget", type=int, help="bytes of the process")
     parser.add_argument("--spill-folder", default="", help="folder of the spill file")
+    parser.add_argument("--tune", default="", help="a setting and two values of it, to try")
     parser.add_argument("--kind", choices=tuple(ProgramKind), default=ProgramKind.SCRIPT)
     parser.add_argument("program")
     parser.add_argument("args", nargs=argparse.REMAINDER)
     return parser.parse_args(argv)
 
 
-def _change_torch(options: argparse.Namespace) -> None:
+def _change_torch(options: argparse.Namespace, rank: int, environ: Mapping[str, str]) -> None:
     """Change in torch what the plan and the options say; by importlib: these modules import it."""
     if options.buckets:
         importlib.import_module(_BUCKETS).set_bucket_bytes(*options.buckets)
@@ -146,6 +148,9 @@ def _change_torch(options: argparse.Namespace) -> None:
         importlib.import_module(_INPUT).pace_input()
     if options.record == "on":  # which imports torch anyway
         importlib.import_module(_ORDER).check_order()
+    if options.tune:
+        seed = int(environ["MASTER_PORT"])  # another one in each run, the same on its ranks
+        importlib.import_module(_TUNING).start(options.tune, options.run, rank, seed)
 
 
 def _bind(

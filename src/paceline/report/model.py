@@ -37,6 +37,7 @@ from paceline.report.out_of_core import (
 )
 from paceline.report.pipeline import Bubble, bubble_of, pipeline_words
 from paceline.report.remedies import NO_ANSWER, RemedyAnswer, advised_forecast, ask_remedies
+from paceline.report.tuning import tune_words
 from paceline.report.unfinished import unfinished_words
 from paceline.report.words import (
     STEP_RULES,
@@ -49,6 +50,7 @@ from paceline.report.words import (
 )
 from paceline.runs.folder import RunFolder, RunState
 from paceline.runs.result import RunResult
+from paceline.runs.tuning import TUNE_NAME, TuneResult
 from paceline.trace.analysis import analyse
 from paceline.trace.analysis.blame import Straggler
 from paceline.trace.analysis.communication import Traffic
@@ -118,6 +120,7 @@ class Report:
         efficiency: what the ranks waited for, and what would make steps shorter; None where it was
             not asked for, of one rank, and where no steps were recorded by all ranks.
         strips: what each rank did when; None where it was not asked for, or without steps.
+        tuned: what was found of a setting of which two values were tried; None without.
         remedies: what remedies against imbalance would bring, and what the run's settings brought.
         loader: what limits the loader, and what that costs; None if no loader was seen.
     """
@@ -150,6 +153,7 @@ class Report:
     efficiency: RunEfficiency | None = None
     strips: PhaseStrips | None = None
     files: tuple[FileUse, ...] = ()
+    tuned: TuneResult | None = None
     remedies: RemedyAnswer = NO_ANSWER
     loader: LoaderCeiling | None = None
     sampled: StepSamples = field(default_factory=StepSamples)
@@ -278,12 +282,15 @@ def gather(run: Path, *, in_detail: bool = False, question: RemedyQuestion | Non
     spilled = spilling(result, step)
     workers = loader_workers(trace.ranks)
     data = data_use(folder, mean_of(analysis.phases), trace.world_size, workers)
+    tuned = folder.read_record(TuneResult, TUNE_NAME)
     sentences = [
         *(hung, nan_words(analysis.nan), words, file_words(trace, stragglers)),
         loader_words(analysis.loader),
         shift_words(analysis.shifts),
         *(spilling_words(spilled), disk_words(result), data_words(data)),
         *(balance_words(result.balance if result else None), *gaps, rule),
+        *(spilling_words(spilled), disk_words(result), data_words(data), *gaps, rule),
+        tune_words(tuned),
     ]
     machine = folder.read_record(Machine, "machine.json")
     ended_badly = failure is not None or (result is not None and result.exit_code != 0)
@@ -318,6 +325,7 @@ def gather(run: Path, *, in_detail: bool = False, question: RemedyQuestion | Non
         efficiency=_efficiency(analysis) if in_detail else None,
         strips=phase_strips(analysis) if in_detail else None,
         remedies=_remedies(analysis, facts, config, question, in_detail=in_detail),
+        tuned=tuned,
         files=analysis.files,
         loader=analysis.loader,
         sampled=analysis.sampled,
@@ -441,6 +449,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "balance": _plain(result.balance) if result else None,
         "data": _plain(report.data),
         "efficiency": _plain(report.efficiency),
+        "tuned": _plain(report.tuned),
         "remedies": _plain(report.remedies.forecast),
         "remedy_outcome": _plain(report.remedies.outcome),
         "files": [_plain(use) for use in report.files[:FILES_MAX]],
