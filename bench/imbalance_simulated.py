@@ -30,7 +30,7 @@ from harness import Report, options, tell
 
 BIN = Path(sys.executable).parent
 RANKS, WORKERS, BATCH = 2, 2, 16
-STEPS, QUICK_STEPS = 300, 60
+STEPS, QUICK_STEPS = 300, 40
 DEADLINE_S = 600
 PUBLISHED = {"ranks": 24_576, "gain": 0.35}
 OWN_BAR = 0.15  # of a step, between two recordings of the same job: the issue sets no bar

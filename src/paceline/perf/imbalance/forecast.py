@@ -55,6 +55,7 @@ class ForecastSettings(Record):
     Attributes:
         window_steps: steps over which rebalancing measures before it changes shares.
         least_gain: share of the step that new shares must promise.
+        noise_factor: standard errors of the noisiest rank's median that they must promise, too.
         least_share: of the batch, that a rank keeps; 1 is an equal share.
         most_share: that a rank gets.
         tail: whether ranks can be slower than all that were measured: ``measured``, no, so that
@@ -63,8 +64,9 @@ class ForecastSettings(Record):
         seed: of its random numbers.
     """
 
-    window_steps: int = 20
+    window_steps: int = 10
     least_gain: float = 0.05
+    noise_factor: float = 2.0
     least_share: float = 0.25
     most_share: float = 3.0
     tail: Tail = "measured"
@@ -75,6 +77,7 @@ class ForecastSettings(Record):
         limits = {
             "window_steps": self.window_steps >= 2,
             "least_gain": 0 <= self.least_gain < 1,
+            "noise_factor": self.noise_factor >= 0,
             "least_share": 0 <= self.least_share <= 1,
             "most_share": self.most_share >= 1,
             "draws": self.draws >= 2,
@@ -271,6 +274,7 @@ def _with_remedy(
             parts,
             window_steps=settings.window_steps,
             least_gain=settings.least_gain,
+            noise_factor=settings.noise_factor,
             least_share=settings.least_share,
             most_share=settings.most_share,
         )

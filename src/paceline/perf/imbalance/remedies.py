@@ -16,6 +16,7 @@ mean, from which shares follow.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 _MOST_WINDOWS = 48  # of the controller that are tried
 _BISECTIONS = 40
+# Standard error of a median over the median absolute deviation, times the root of the count: of
+# normally distributed values, 1.2533 standard errors of a mean, and 1.4826 deviations in a sigma.
+_ERROR_OF_MEDIAN = 1.2533 * 1.4826
 
 
 def without_core_waits(parts: BusyParts) -> BusyParts:
@@ -67,6 +71,7 @@ def rebalanced(
     *,
     window_steps: int,
     least_gain: float,
+    noise_factor: float,
     least_share: float,
     most_share: float,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -75,7 +80,8 @@ def rebalanced(
     Args:
         parts: the steps without it. Windows go around the end of the run to its begin.
         window_steps: steps from which the controller takes its medians.
-        least_gain: share of the step that it must promise.
+        least_gain: share of the step that a change must promise.
+        noise_factor: standard errors of the noisiest rank's median that it must promise, too.
         least_share: of the batch, that a rank keeps; a share is 1 on average.
         most_share: that a rank gets.
 
@@ -92,7 +98,11 @@ def rebalanced(
     sharable_s = np.minimum(busy_s, np.median(parts.sharable_s[:, measured], axis=2))
     shares, ready_s = equal_shares(sharable_s, busy_s - sharable_s, least_share, most_share)
     slowest_s = busy_s.max(axis=0)
-    worth_it = slowest_s - ready_s > least_gain * (slowest_s + parts.communication_s)
+    away_s = np.median(np.abs(parts.busy_s[:, measured] - busy_s[:, :, None]), axis=2)
+    error_s = _ERROR_OF_MEDIAN / math.sqrt(window) * away_s
+    noise_s = error_s.max(axis=0)
+    least_s = np.maximum(least_gain * (slowest_s + parts.communication_s), noise_factor * noise_s)
+    worth_it = slowest_s - ready_s > least_s
     shares = np.where(worth_it, shares, 1.0)
     changed_s = parts.sharable_s[:, judged] * (shares[:, :, None] - 1)
     return parts.busy_s[:, judged] + changed_s, judged
