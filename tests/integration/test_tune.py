@@ -6,6 +6,7 @@ import pytest
 from launching import paceline
 
 from paceline.launch.tuning.paired_test import TuneRules
+from paceline.report.model import gather
 from paceline.runs.tuning import TuneResult
 
 pytest.importorskip("torch")
@@ -48,9 +49,9 @@ def test_ranks_switch_at_the_same_steps_and_the_result_is_shown(tmp_path):
     if found.verdict != "undecided":  # on a busy machine either may happen
         assert set(values[0][found.step :]) == {found.kept}
     assert "tune: " in done.err
-    why = paceline(tmp_path, "why", "tuned", "--json")
-    assert json.loads(why.out)["tuned"]["setting"] == "gc-threshold"
-    assert "gc-threshold" in json.loads(why.out)["verdict"]
+    report = gather(tmp_path / "tuned")
+    assert report.tuned == found
+    assert "gc-threshold" in report.verdict
 
 
 def test_what_cannot_be_tuned_is_refused_before_the_start(tmp_path):
@@ -59,6 +60,3 @@ def test_what_cannot_be_tuned_is_refused_before_the_start(tmp_path):
     assert done.code == 2
     assert "cannot tune 'bucket'" in done.err
     assert not (tmp_path / "never").exists()
-    done = paceline(tmp_path, "run", "--tune", "threads=1,2", "--out", "never", "/bin/true")
-    assert done.code == 2
-    assert "--tune needs a Python script" in done.err

@@ -7,6 +7,7 @@ workers cannot either: it is fixed when an epoch begins.
 from __future__ import annotations
 
 import gc
+import inspect
 import multiprocessing
 import os
 import resource
@@ -113,9 +114,10 @@ def _threads() -> int:
 
 
 def _set_threads(count: int) -> None:
+    """Set torch's threads by its own function: one around it takes the caller for the script."""
     import torch
 
-    torch.set_num_threads(count)
+    inspect.unwrap(torch.set_num_threads)(count)
 
 
 def _set_loader_nice(nice: int) -> None:
