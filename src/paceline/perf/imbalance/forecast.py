@@ -30,6 +30,7 @@ from paceline.core.record import Record
 from paceline.perf.imbalance.maxima import Maxima, Tail, slowest
 from paceline.perf.imbalance.parts import BusyParts, correlation_steps
 from paceline.perf.imbalance.remedies import (
+    at_least,
     node_maxima,
     rebalanced,
     with_paced_input,
@@ -263,9 +264,9 @@ def _with_remedy(
     parts: BusyParts, remedy: str, copies: Sequence[float], settings: ForecastSettings
 ) -> Maxima:
     if remedy == PACING:
-        parts = with_paced_input(parts)
+        parts = at_least(with_paced_input(parts))
     if remedy in (BUDGET, TOGETHER) and parts.no_core_s is not None:
-        parts = without_core_waits(parts)
+        parts = at_least(without_core_waits(parts))
     places = np.arange(parts.steps) % parts.period
     unshared = node_maxima(parts.busy_s, parts.nodes)
     found = _slowest(unshared, places, copies, settings.tail)
@@ -282,7 +283,6 @@ def _with_remedy(
         tried = _slowest(shared, steps % parts.period, copies, settings.tail)
         kept = tried.mean_s < found.mean_s  # what makes steps longer is undone
         found = Maxima(*(np.where(kept, *pair) for pair in zip(tried, found, strict=True)))
-    # Waiting for a core that others use cannot be taken away: the node's cores have so much to do.
     least_s = parts.least_step_s if remedy in (BUDGET, PACING, TOGETHER) else 0.0
     return Maxima(*(np.maximum(least_s, value + parts.communication_s) for value in found))
 

@@ -3,7 +3,8 @@
 Each remedy takes away what was measured, and nothing else:
 
 - CPU budget: cores of its own for each rank, so that its main thread never waits for one. What
-  switches and migrations cost beyond that time is not in it.
+  switches and migrations cost beyond that time is not in it. Busy cores set a limit: a step takes
+  no less than the CPU time of a node's ranks and loader workers over its cores.
 - Paced input: loader workers refill while the rank waits or communicates. It takes away time
   without a core, as far as there is such time to refill in.
 - Rebalancing: shares of the batch, from medians over a window of steps, within bounds, if they
@@ -48,6 +49,17 @@ def with_paced_input(parts: BusyParts) -> BusyParts:
     room_s = parts.free_s.mean(axis=1)
     wanted_s = np.maximum(1e-12, parts.no_core_s.mean(axis=1))
     return _faster(parts, parts.no_core_s * np.minimum(1.0, room_s / wanted_s)[:, None])
+
+
+def at_least(parts: BusyParts) -> BusyParts:
+    """Return steps that are not shorter than the work of the cores of a node, on average.
+
+    Where a remedy took more away, busy times grow in proportion, so that they keep their noise.
+    """
+    mean_s = float(np.mean([values.mean() for values in node_maxima(parts.busy_s, parts.nodes)]))
+    least_s = parts.least_step_s - parts.communication_s
+    factor = max(1.0, least_s / max(mean_s, 1e-12))
+    return replace(parts, busy_s=parts.busy_s * factor, sharable_s=parts.sharable_s * factor)
 
 
 def _faster(parts: BusyParts, saved_s: np.ndarray) -> BusyParts:
