@@ -46,7 +46,13 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
     "[default: 0].",
 )
 @click.option(
-    "--bind/--no-bind", default=None, help="Bind each rank to its own cores [default: yes]."
+    "--budget",
+    metavar="auto|off|FILE",
+    help="Which cores are for what: auto: disjoint ones for each rank, and threads for them; off: "
+    "as the system places them; FILE: as a budget.json of another run says [default: auto].",
+)
+@click.option(
+    "--bind/--no-bind", default=None, help="--no-bind is --budget off, --bind --budget auto."
 )
 @click.option(
     "--tag-output/--no-tag-output",
@@ -209,6 +215,7 @@ def run(
     record: bool | None,
     record_io: bool | None,
     profile_steps: int | None,
+    budget: str | None,
     bind: bool | None,
     allocator: str | None,
     collectives: str | None,
@@ -274,7 +281,7 @@ def run(
         "record": record,
         "record_io": record_io,
         "profile_steps": profile_steps,
-        "bind": bind,
+        "budget": _budget(budget, bind),
         "allocator": allocator,
         "collectives": collectives,
         "node_reader": node_reader,
@@ -358,6 +365,20 @@ def _say_tuned(run: Path) -> None:
         "Trying the setting of --tune has no result: the run had too few steps of an optimizer."
     )
     click.echo(f"tune: {words}", err=True)
+
+
+def _budget(budget: str | None, bind: bool | None) -> str | None:
+    """Return the setting of the two options that name it."""
+    from paceline.core.errors import UsageError
+
+    named = None if bind is None else "auto" if bind else "off"
+    if budget is not None and named is not None:
+        raise UsageError(
+            "--budget and --bind or --no-bind say the same",
+            where="--budget",
+            fix="Give --budget alone",
+        )
+    return budget or named
 
 
 def _run_mpi(

@@ -1,8 +1,9 @@
-"""One CPU budget: which of a node's allowed cores each rank gets, and with how many threads.
+"""Cores of processes and threads: which this process may use, and how ranks divide a node's.
 
 Ranks that each start a thread per core fight for cores and wait for each other; ranks on disjoint
-cores do not. The shares are contiguous, so that neighbours in numbering (usually in cache and
-memory too) stay together, and differ by at most one core.
+cores do not. The shares here are contiguous in the numbering and equally large, since ranks that
+step together are as fast as the one with the fewest cores. `launch.budget` divides the cores of a
+run further, by the node's topology and by what a rank's threads and processes are for.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+# What a rank's budget says to code that knows nothing of the launcher: lists of cores (`core_list`)
+# for loader workers and for servers of the node, and the workers' nice value. Not PACELINE_: that
+# would be settings of the user's.
+LOADER_CORES_VARIABLE = "_PACELINE_LOADER_CORES"
+LOADER_NICE_VARIABLE = "_PACELINE_LOADER_NICE"
+SERVER_CORES_VARIABLE = "_PACELINE_SERVER_CORES"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +38,46 @@ def allowed_cores() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
+def parse_core_list(text: str) -> tuple[int, ...]:
+    """Return the cores of a list in the kernel's format (cpuset(7)).
+
+    Raises:
+        ValueError: it is no such list.
+
+    >>> parse_core_list("0-2,8")
+    (0, 1, 2, 8)
+    """
+    cores: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        begin, end = int(first), int(last or first)
+        if not 0 <= begin <= end:
+            raise ValueError(f"{part!r} is no range of cores")
+        cores.update(range(begin, end + 1))
+    return tuple(sorted(cores))
+
+
+def core_list(cores: Iterable[int]) -> str:
+    """Return the list of `cores` in the kernel's format.
+
+    >>> core_list([0, 1, 2, 8])
+    '0-2,8'
+    """
+    ranges: list[list[int]] = []
+    for core in sorted(set(cores)):
+        if ranges and core == ranges[-1][1] + 1:
+            ranges[-1][1] = core
+        else:
+            ranges.append([core, core])
+    return ",".join(f"{begin}-{end}" if end > begin else str(begin) for begin, end in ranges)
+
+
+def threads_of_environment(environ: Mapping[str, str]) -> int | None:
+    """Return the number of threads that the user has set by OMP_NUM_THREADS; None without."""
+    wanted = environ.get("OMP_NUM_THREADS", "").split(",")[0]  # then come those of nested levels
+    return int(wanted) if wanted.isdecimal() and int(wanted) > 0 else None
+
+
 def core_binding(
     cores: Sequence[int], local_rank: int, local_world_size: int, environ: Mapping[str, str]
 ) -> CoreBinding:
@@ -43,17 +91,16 @@ def core_binding(
             unbound, as under torchrun.
 
     Returns:
-        Disjoint cores per rank; when ranks outnumber cores, ranks share and stay unbound.
+        Disjoint cores per rank, as many for each; when ranks outnumber cores, ranks share and stay
+        unbound.
     """
     assert 0 <= local_rank < local_world_size
-    wanted = environ.get("OMP_NUM_THREADS", "").split(",")[0]  # then come those of nested levels
-    if wanted.isdecimal() and int(wanted) > 0:
-        return CoreBinding(cores=(), threads=int(wanted))
+    if (wanted := threads_of_environment(environ)) is not None:
+        return CoreBinding(cores=(), threads=wanted)
     if local_world_size > len(cores):
         return CoreBinding(cores=(), threads=1)
-    each, rest = divmod(len(cores), local_world_size)
-    begin = local_rank * each + min(local_rank, rest)
-    bound = tuple(cores[begin : begin + each + (local_rank < rest)])
+    each = len(cores) // local_world_size
+    bound = tuple(cores[local_rank * each : (local_rank + 1) * each])
     return CoreBinding(cores=bound, threads=len(bound))
 
 
@@ -69,8 +116,45 @@ def planned_cores(
     return own if len(own) >= threads else ()
 
 
-def bind_threads(cores: Sequence[int]) -> None:
-    """Bind all threads of this process to cores; those that it starts later inherit them."""
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # a thread that has ended meanwhile
-            os.sched_setaffinity(int(task.name), cores)
+def thread_ids(process: int | str = "self") -> set[int]:
+    """Return the ids of the threads of a process; none of one that has ended."""
+    try:
+        return {int(task.name) for task in Path(f"/proc/{process}/task").iterdir()}
+    except OSError:
+        return set()
+
+
+def bind_threads(
+    cores: Iterable[int], threads: Iterable[int] | None = None, *, nice: int | None = None
+) -> None:
+    """Bind threads to cores; those that they start later inherit them.
+
+    Args:
+        cores: none leaves the cores as they are.
+        threads: their ids, that of a process for its main thread; None: all of this process.
+        nice: their nice value; with one above 0 they are scheduled as batch work, which does not
+            preempt other threads when it wakes (sched(7), SCHED_BATCH). None leaves both.
+    """
+    cores = tuple(cores)
+    for thread in thread_ids() if threads is None else threads:
+        # A thread has ended meanwhile, or a control group has taken cores away.
+        with contextlib.suppress(OSError):
+            if cores:
+                os.sched_setaffinity(thread, cores)
+            if nice is not None:
+                _lower(thread, nice)
+
+
+def _lower(thread: int, nice: int) -> None:
+    if nice > os.getpriority(os.PRIO_PROCESS, thread):  # back up needs a privilege
+        os.setpriority(os.PRIO_PROCESS, thread, nice)
+    if nice > 0:
+        os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+
+
+def place_loader_workers(environ: Mapping[str, str], threads: Iterable[int]) -> None:
+    """Give loader workers their cores and priority, as the rank's budget in `environ` says."""
+    cores = environ.get(LOADER_CORES_VARIABLE)
+    if cores is not None:
+        nice = int(environ.get(LOADER_NICE_VARIABLE, "0"))
+        bind_threads(parse_core_list(cores), threads, nice=nice)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from paceline.core.allocator import AllocatorChoice
 from paceline.core.config import Configuration
@@ -49,7 +49,7 @@ class RunConfig(Configuration):
     Changes results: `ranks`, since the script divides its data by them; `collectives`, `rebalance`,
     `shares`, and `strategy` with `partitions`, `replicas` and `microbatches`, in the last bits of
     sums.
-    Changes speed: `record`, `record_io`, `profile_steps`, `bind`, `allocator`, `node_reader`,
+    Changes speed: `record`, `record_io`, `profile_steps`, `budget`, `allocator`, `node_reader`,
     `pace`, `memory_budget_bytes`, `spill_folder`, `tune` (and, with the number of threads, last
     bits).
     Changes what is printed: `tag_output`.
@@ -62,7 +62,8 @@ class RunConfig(Configuration):
         record: whether to record traces.
         record_io: whether traces hold calls for files, too (`launch.file_calls`).
         profile_steps: steps of which torch.profiler adds operators and kernels to the traces.
-        bind: whether each rank gets cores of its own.
+        budget: ``auto`` gives each rank cores, and threads for them; ``off`` leaves that to the
+            system; else the path of a budget in JSON (`launch.budget`, docs/guides/cpu-budget.md).
         allocator: ``keep`` leaves freed memory with the ranks, ``system`` with the C library. On
             seven models a step took 0.78 to 1.02 times the CPU time with ``keep`` (median 0.81), 1
             to 9 MiB more memory, and gave equal weights (bench/allocator.py): hence the default.
@@ -121,11 +122,12 @@ class RunConfig(Configuration):
     """
 
     section: ClassVar[str] = "run"
+    version: ClassVar[int] = 2
     ranks: int | None = None
     record: bool = True
     record_io: bool = False
     profile_steps: int = 0
-    bind: bool = True
+    budget: str = "auto"
     allocator: AllocatorChoice = "keep"
     collectives: CollectivesChoice = "torch"
     node_reader: Literal["auto", "on", "off"] | None = None
@@ -207,6 +209,13 @@ class RunConfig(Configuration):
                 why="one late heartbeat would lose a rank",
                 fix="Raise the timeout or lower the interval",
             )
+
+    @classmethod
+    def upgrade(cls, data: dict[str, Any], from_version: int) -> dict[str, Any]:
+        """Version 1 had `bind`, whether each rank gets cores of its own."""
+        assert from_version == 1
+        bind = data.pop("bind", True)
+        return {**data, "budget": "auto" if bind else "off"}
 
     @property
     def training(self) -> dict[str, str]:

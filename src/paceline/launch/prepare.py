@@ -15,6 +15,8 @@ from paceline.core.allocator import AllocatorSetting, allocator_setting
 from paceline.core.config import Resolved, environment, resolve
 from paceline.core.errors import Missing, UsageError
 from paceline.core.plan_file import PlanFile
+from paceline.launch.budget.budget import CpuBudget
+from paceline.launch.budget.choice import NodeCores, budget_words, node_budget
 from paceline.launch.folder import claim, default_folder, refuse_taken
 from paceline.launch.mpi import ProgramMpi, mpi_of_command
 from paceline.launch.nodes import node_warnings, task_of_node
@@ -49,6 +51,9 @@ class PreparedJob:
         resolved: the configuration with the provenance of its values.
         task: this launcher's place among several tasks; None if it starts all ranks.
         warnings: lines to print before the start.
+        cores: of this node, which the budget of the ranks divides.
+        budget: of this node; None where Slurm or mpirun has started a task for each rank: then the
+            tasks divide their cores when all are there.
         collectives_settings: the configuration of the backend ``paceline``, as rank 0 will find it.
         plan: the plan that the run follows; None without one.
         machine: the machine file that the user named, for the ranks' collectives; None without.
@@ -69,6 +74,8 @@ class PreparedJob:
     task: TaskPlacement | None
     warnings: tuple[str, ...]
     collectives_settings: Resolved[CollectivesConfig]
+    cores: NodeCores
+    budget: CpuBudget | None = None
     plan: PlanFile | None = None
     machine: Path | None = None
     mounts: tuple[PackMount, ...] = ()
@@ -136,10 +143,12 @@ class PreparedJob:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know of the settings in effect, a line each."""
+        budget = (f"budget {budget_words(self.budget)}",) if self.budget else ()
         if self.collectives == "torch":
-            return (self.allocator.note,)
+            return (self.allocator.note, *budget)
         return (
             self.allocator.note,
+            *budget,
             "collectives paceline (in place of gloo, and where the script names no backend)",
         )
 
@@ -205,29 +214,10 @@ def prepare(
     if is_python and importlib.util.find_spec("torch") is None:
         raise Missing("torch is not installed", fix="pip install 'paceline[torch]'")
     config = resolved.config
-    if not is_python and config.memory_budget_bytes is not None:
-        raise UsageError(
-            "a memory budget needs a Python script or module",
-            where=program.name,
-            why="it is kept inside the process that trains",
-            fix="Start the Python script itself, or give memory_budget to prepare in it",
-        )
-    if not is_python and (config.rebalance or config.shares):
-        raise UsageError(
-            "rebalancing needs a Python script or module",
-            where=program.name,
-            why="it changes batches and weighs gradients inside the process that trains",
-            fix="Start the Python script itself with paceline run --rebalance",
-        )
     if config.tune:
         parse_tune(config.tune)
-        if not is_python:
-            raise UsageError(
-                "--tune needs a Python script or module",
-                where=program.name,
-                why="settings are switched inside the process that trains",
-                fix="Start the Python script itself",
-            )
+    if not is_python:
+        _refuse_python_settings(config, program.name)
     node_ranks = plan.plan.ranks_per_node if plan else config.ranks or 1
     task = task_of_node(config, detect(environment()), node_ranks, [program.name, *args])
     if task is not None:
@@ -253,6 +243,19 @@ def prepare(
         found.variables(run, environment())  # that its recorder is there
     elif not is_python and config.record:
         warnings = (*warnings, _executable_warning(program, args, run))
+    cores = NodeCores.read()
+    budget = None
+    if task is None or task.source == "nodes":
+        budget = node_budget(
+            config.budget,
+            cores,
+            ranks=task.node_ranks if task else ranks,
+            environ=environment(),
+            plan=plan.plan if plan else None,
+            task=task,
+        )
+        if budget.fix:
+            warnings = (*warnings, f"{budget.why}. Ask for more: {budget.fix}")
     return PreparedJob(
         program=program,
         args=tuple(args),
@@ -261,6 +264,8 @@ def prepare(
         resolved=resolved,
         task=task,
         warnings=warnings,
+        cores=cores,
+        budget=budget,
         plan=plan,
         mpi=found,
         mounts=mounts,
@@ -272,6 +277,33 @@ def prepare(
         is_default_name=is_default_name,
         collectives_settings=collectives_settings,
     )
+
+
+def _refuse_python_settings(config: RunConfig, program: str) -> None:
+    """Refuse settings that work inside the process that trains, which is not ours."""
+    settings = (
+        (
+            config.memory_budget_bytes is not None,
+            "a memory budget needs a Python script or module",
+            "it is kept inside the process that trains",
+            "Start the Python script itself, or give memory_budget to prepare in it",
+        ),
+        (
+            config.rebalance or bool(config.shares),
+            "rebalancing needs a Python script or module",
+            "it changes batches and weighs gradients inside the process that trains",
+            "Start the Python script itself with paceline run --rebalance",
+        ),
+        (
+            bool(config.tune),
+            "--tune needs a Python script or module",
+            "settings are switched inside the process that trains",
+            "Start the Python script itself",
+        ),
+    )
+    for is_set, what, why, fix in settings:
+        if is_set:
+            raise UsageError(what, where=program, why=why, fix=fix)
 
 
 def claim_folder(job: PreparedJob) -> PreparedJob:

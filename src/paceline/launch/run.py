@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import signal
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.collectives import registration
-from paceline.core.affinity import allowed_cores, core_binding
+from paceline.core.affinity import allowed_cores, core_list, parse_core_list, threads_of_environment
 from paceline.core.config import environment, resolve
 from paceline.core.errors import DeadlineExceeded, Interrupted
 from paceline.core.files import commit_text
@@ -35,6 +36,7 @@ from paceline.core.processes import (
     ended_on_signal,
     outlive_preemption,
 )
+from paceline.launch.budget.choice import node_budget
 from paceline.launch.exits import ExitOutcome, explaining_exits, interrupted_exit, interruption
 from paceline.launch.failures import exit_code, first_failure, hang_failure, raise_failure
 from paceline.launch.file_calls import file_call_variables
@@ -52,7 +54,7 @@ from paceline.launch.summary import summarize
 from paceline.launch.task import run_task
 from paceline.launch.task_placement import mpirun_descriptors
 from paceline.launch.watcher import StatusWatcher
-from paceline.runs.folder import PLAN_NAME
+from paceline.runs.folder import BUDGET_NAME, PLAN_NAME
 from paceline.runs.launcher import this_launcher
 from paceline.runs.result import RunResult
 from paceline.store.feed.options import LoaderConfig
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from paceline.core.clock import Clock
     from paceline.core.machine import Machine
     from paceline.core.plan_file import PlanFile
+    from paceline.launch.budget.budget import CpuBudget
     from paceline.launch.exits import RankExit
     from paceline.launch.options import RunConfig
     from paceline.launch.prepare import PreparedJob
@@ -273,25 +276,43 @@ class _Starter:
             name = self.job.task.job_name if self.job.task else ""
             run_id = name or f"{start.address}:{start.port}"  # the same on all nodes
         local_ranks = self.job.local_ranks
+        budget = self._budget(start.share_count * len(local_ranks))
         for number, ids in enumerate(local_ranks):
-            index = start.share_index * len(local_ranks) + number
-            command = self._command(index, start.share_count * len(local_ranks))
+            command = self._command(budget, start.share_index * len(local_ranks) + number)
             variables = ids.environment(start.address, start.port, run_id)
             environ = {**environment(), **variables, **self._extra()}
             self.local.start(ids.rank, command, environ, self._descriptors())
         self.local.all_started()
 
-    def _command(self, share_index: int, share_count: int) -> list[str]:
-        """Return the command line of a rank's worker."""
+    def _budget(self, ranks: int) -> CpuBudget:
+        """Return the budget of the ranks that share this launcher's cores, and keep it."""
+        job = self.job
+        budget = node_budget(
+            job.resolved.config.budget,
+            job.cores,
+            ranks=ranks,
+            environ=environment(),
+            plan=job.plan.plan if job.plan else None,
+            task=job.task,
+        )
+        if job.task_number == 0:
+            commit_text(job.run_folder / BUDGET_NAME, budget.to_text())
+        if job.budget is None and budget.fix and (job.task is None or job.task.is_first_of_node):
+            _LOG.warning("%s. Ask for more: %s", budget.why, budget.fix)
+        for servers in self.served:
+            if servers is not None and budget.server:
+                servers.bind(parse_core_list(budget.server))
+        return budget
+
+    def _command(self, budget: CpuBudget, index: int) -> list[str]:
+        """Return the command line of the worker of rank `index` of those in the budget."""
         config = self.job.resolved.config
-        cores = ",".join(map(str, allowed_cores())) if config.bind else ""
         return [
             *(sys.executable, "-m", "paceline.launch.worker"),
             *("--run", str(self.job.run_folder)),
             *("--launcher", str(os.getpid())),
             *("--temporary", str(self.temporary)),
-            *("--cores", cores),
-            *("--share", str(share_index), str(share_count)),
+            *_budget_options(budget, index),
             *("--record", "on" if config.record else "off"),
             *("--profile-steps", str(config.profile_steps)),
             *("--collectives", self.job.collectives),
@@ -351,6 +372,15 @@ class _Starter:
         }
 
 
+def _budget_options(budget: CpuBudget, index: int) -> list[str]:
+    """Return the worker's command-line options that carry its part of the budget."""
+    if budget.state not in ("bound", "unbound"):
+        return []
+    loaders = {core for rank in budget.ranks for core in parse_core_list(rank.loader)}
+    server = budget.server or core_list(loaders)
+    return ["--budget", json.dumps(budget.ranks[index].to_json()), "--server", server]
+
+
 def _plan_options(plan: PlanFile | None) -> list[str]:
     """Return the worker's command-line options that carry the plan's values."""
     if plan is None:
@@ -383,10 +413,9 @@ def _threads(job: PreparedJob) -> int | None:
     """Return the compute threads of each rank; None where torch, Slurm or mpirun chooses."""
     if job.plan is not None:
         return job.plan.plan.threads
-    environ = environment()
-    if "OMP_NUM_THREADS" not in environ and (job.task or not job.resolved.config.bind):
-        return None
-    return core_binding(allowed_cores(), 0, job.ranks, environ).threads
+    if job.budget is not None and job.budget.ranks:
+        return job.budget.ranks[0].compute_threads
+    return threads_of_environment(environment())
 
 
 def describe(job: PreparedJob) -> dict[str, Any]:

@@ -68,6 +68,11 @@ class TaskPlacement:
         return self.local_task_count * self.ranks_per_task
 
     @property
+    def is_first_of_node(self) -> bool:
+        """Whether this is the first task of its node."""
+        return self.local_task_number == 0
+
+    @property
     def noun(self) -> str:
         """What messages call a task."""
         return "node" if self.source == "nodes" else "rank"

@@ -1,4 +1,4 @@
-"""One rank: binds itself to its cores, starts the recorder, runs the program.
+"""One rank: follows its budget of cores, starts the recorder, runs the program.
 
 Started with ``-m`` by the launcher; nothing imports it. A Python script or module runs in this
 process and sees what it would see under ``python script.py`` or ``python -m module``: its own argv,
@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from paceline.core import logs
-from paceline.core.affinity import core_binding, planned_cores
 from paceline.core.config import environment
 from paceline.core.errors import PacelineError
 from paceline.core.processes import die_with_parent, is_background_job
 from paceline.launch import attach
+from paceline.launch.budget.apply import follow
+from paceline.launch.budget.budget import RankBudget
 from paceline.launch.failure_report import write_report
 from paceline.launch.guard import guard, leave_like
 from paceline.launch.program import ProgramKind
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> int:
     environ = environment()
     rank = int(environ["RANK"])
     logs.configure(rank)
-    _bind(options.cores, options.share, environ, options.threads)
+    _take_cores(options)
     if options.record == "on":  # of what this process starts; itself is recorded below
         os.environ.update(attach.child_environment(options.run, options.profile_steps))
     if options.kind == ProgramKind.EXECUTABLE:
@@ -113,18 +114,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m paceline.launch.worker")
     parser.add_argument("--run", type=Path, required=True, help="folder of the run")
     parser.add_argument("--launcher", type=int, required=True, help="process id of the launcher")
-    parser.add_argument(
-        "--cores", default="", help="the launcher's cores, separated by commas; none: unbound"
-    )
-    parser.add_argument(
-        "--share", type=int, nargs=2, default=(0, 1), help="which share of the cores, of how many"
-    )
+    parser.add_argument("--budget", default="", help="its budget of cores, in JSON; none: unbound")
+    parser.add_argument("--server", default="", help="cores of the node's servers")
     parser.add_argument("--temporary", help="folder for multiprocessing's files")
     parser.add_argument("--record", choices=("on", "off"), default="on")
     parser.add_argument("--profile-steps", type=int, default=0, help="steps to profile")
     parser.add_argument("--collectives", choices=("torch", "paceline"), default="torch")
     parser.add_argument("--pace", choices=("auto", "off"), default="off")
-    parser.add_argument("--threads", type=int, help="compute threads of the plan")
+    parser.add_argument("--threads", type=int, help="compute threads of the plan, without a budget")
     parser.add_argument(
         "--buckets", type=int, nargs=2, help="bytes of DDP's buckets, and of the first"
     )
@@ -153,21 +150,12 @@ def _change_torch(options: argparse.Namespace, rank: int, environ: Mapping[str, 
         importlib.import_module(_TUNING).start(options.tune, options.run, rank, seed)
 
 
-def _bind(
-    cores: str, share: tuple[int, int], environ: Mapping[str, str], threads: int | None
-) -> None:
-    """Give this rank its cores and threads; a plan's `threads` override those of its share."""
-    if threads:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-    if not cores:
-        return
-    allowed = [int(core) for core in cores.split(",")]
-    binding = core_binding(allowed, *share, {} if threads else environ)
-    if not threads and (binding.cores or "OMP_NUM_THREADS" not in environ):
-        os.environ["OMP_NUM_THREADS"] = str(binding.threads)
-    own = planned_cores(allowed, *share, threads) if threads else binding.cores
-    if own:
-        os.sched_setaffinity(0, own)
+def _take_cores(options: argparse.Namespace) -> None:
+    """Give this rank its cores and threads."""
+    if options.budget:
+        follow(RankBudget.from_text(options.budget), options.server)
+    elif options.threads:
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)
 
 
 def _exit_code_of(

@@ -37,6 +37,7 @@ class RunState(StrEnum):
 CONFIG_VERSION = 2  # of config.json; 1 named a setting's provenance "origin"
 VERSIONS_VERSION = 1  # of versions.json
 PLAN_NAME = "plan.json"
+BUDGET_NAME = "budget.json"
 _ESTIMATE_NAME = "estimate.json"  # which an earlier Paceline kept in place of the plan
 
 

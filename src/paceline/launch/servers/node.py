@@ -15,9 +15,11 @@ import sys
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
+from paceline.core.affinity import bind_threads, thread_ids
 from paceline.core.config import environment
 from paceline.core.errors import StorageError, UsageError
 from paceline.core.files import commit_text
+from paceline.core.processes import descendants
 from paceline.launch.rendezvous.addresses import open_data_listener
 from paceline.launch.rendezvous.messages import DataOffer, DataStart
 
@@ -50,6 +52,11 @@ class NodeServer(ABC):
     @abstractmethod
     def offer(self) -> DataOffer:
         """What the rendezvous carries to the other launchers."""
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
 
     def _listen(self, stack: contextlib.ExitStack, job: PreparedJob) -> socket.socket:
         listener = stack.enter_context(open_data_listener(job.task))
@@ -121,6 +128,12 @@ class NodeServers(Generic[ServerT]):
     def offers(self) -> tuple[DataOffer, ...]:
         """What the rendezvous carries to the other launchers."""
         return tuple(server.offer for server in self._servers)
+
+    def bind(self, cores: Sequence[int]) -> None:
+        """Bind the servers to cores that no rank has."""
+        for server in self._servers:
+            for process in (server.pid, *descendants(server.pid)):
+                bind_threads(cores, thread_ids(process))
 
     def _own_part(self, start: DataStart | None) -> DataStart:
         """Return of what the rendezvous brought the part that is of these servers.

@@ -44,7 +44,7 @@ def offer_stacks() -> None:
         return
 
 
-class _ModuleWatch:
+class ModuleWatch:
     """A finder that calls back after a module is executed; until then it finds nothing itself."""
 
     def __init__(self, name: "str", callback: "Callable[[ModuleType], None]") -> None:
@@ -52,6 +52,7 @@ class _ModuleWatch:
         self.callback = callback
 
     def find_spec(self, fullname: "str", path: "Any" = None, target: "Any" = None) -> "Any":
+        """Find the module by the other finders, and see to it that its loader calls back."""
         if fullname != self.name:
             return None
         import importlib.util
@@ -130,8 +131,6 @@ def _run_the_users_own(folder: "str") -> None:
 
 if __name__ == "sitecustomize":
     offer_stacks()
-    sys.meta_path.insert(
-        0, _ModuleWatch("torch.distributed.distributed_c10d", _watch_process_group)
-    )
-    sys.meta_path.insert(0, _ModuleWatch("torch.autograd", _watch_backward))
+    sys.meta_path.insert(0, ModuleWatch("torch.distributed.distributed_c10d", _watch_process_group))
+    sys.meta_path.insert(0, ModuleWatch("torch.autograd", _watch_backward))
     _run_the_users_own(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120  # pathlib is not loaded yet

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 import torch.utils.data
 
+from paceline.core.affinity import place_loader_workers
+from paceline.core.config import environment
 from paceline.core.errors import (
     DeadlineExceeded,
     PacelineError,
@@ -226,6 +228,7 @@ class Loader:
         def prepare() -> None:
             torch.get_num_threads()  # the first call in a thread overwrites what was set before
             torch.set_num_threads(1)
+            place_loader_workers(environment(), [threading.get_native_id()])
             prepared.release()
 
         threads = OrderedThreads(

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paceline.core.affinity import SERVER_CORES_VARIABLE, bind_threads, parse_core_list
+from paceline.core.config import environment
 from paceline.core.errors import PacelineError
 from paceline.native import SortedReader
 from paceline.store.feed.node.ring import (
@@ -126,7 +128,13 @@ class RingReader:
             self._tuner.windows.start_at(max(1, window_bytes * _WINDOW_PARTS // max(1, largest)))
 
     def _spread(self) -> None:
-        """Run on the cores of all ranks, rather than on those of the rank that started this."""
+        """Run on the cores of all ranks, rather than on those of the rank that started this.
+
+        Where the run has a budget, it says which these are.
+        """
+        if budgeted := environment().get(SERVER_CORES_VARIABLE):
+            bind_threads(parse_core_list(budgeted))
+            return
         with contextlib.suppress(OSError):  # a rank has ended, or may not be asked
             ranks = range(self._ring.ranks)
             cores = [
