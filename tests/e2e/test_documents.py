@@ -62,6 +62,7 @@ def test_every_page_can_be_found_from_the_readme():
         "guides/decoding.md",
         "guides/compression.md",
         "guides/characterize.md",
+        "guides/cpu-budget.md",
         "guides/queue-local.md",
         "guides/queue.md",
         "guides/large-batch.md",

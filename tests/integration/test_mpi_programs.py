@@ -206,7 +206,7 @@ def test_a_program_without_mpi_is_refused(tmp_path):
 def test_what_is_not_for_mpi_is_refused(tmp_path):
     done = paceline(tmp_path, "run", "--mpi", "--no-bind", "--", "/bin/true")
     assert done.code == 2, done.err
-    assert "bind" in done.err
+    assert "budget" in done.err
 
 
 @campaign

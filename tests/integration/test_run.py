@@ -134,7 +134,7 @@ def hello(tmp_path):
 
 
 def test_each_value_is_written_with_its_provenance(tmp_path, hello):
-    (tmp_path / "paceline.toml").write_text("[run]\nranks = 7\nbind = false\n")
+    (tmp_path / "paceline.toml").write_text("[run]\nranks = 7\nbudget = 'off'\n")
     environ = {"PACELINE_RUN__RANKS": "2"}
     one_core = ("taskset", "-c", str(min(os.sched_getaffinity(0))))
     done = paceline(
@@ -150,7 +150,7 @@ def test_each_value_is_written_with_its_provenance(tmp_path, hello):
     values = config["values"]
     assert values["ranks"] == {"value": 2, "provenance": "environment"}
     assert values["record"] == {"value": False, "provenance": "flag"}
-    assert values["bind"] == {"value": False, "provenance": "file"}
+    assert values["budget"] == {"value": "off", "provenance": "file"}
     assert values["heartbeat_timeout_s"] == {"value": 60.0, "provenance": "default"}
     assert values["allocator"] == {"value": "system", "provenance": "flag"}
     assert config["allocator"] == {"in_effect": "system", "variables": {}}
@@ -236,7 +236,7 @@ def test_a_dry_run_says_what_and_where_and_writes_nothing(tmp_path, hello):
     assert intended["folder"].startswith("paceline-runs/hello-")
     assert (intended["script"], intended["args"]) == (str(hello), ["--epochs", "1"])
     assert intended["world_size"] == 2
-    assert intended["values"]["bind"] == {"value": False, "provenance": "flag"}
+    assert intended["values"]["budget"] == {"value": "off", "provenance": "flag"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hello.py"]
 
 

@@ -8,20 +8,21 @@ import sys
 
 import pytest
 
+from paceline.launch.budget import RankBudget
+
 
 @pytest.fixture
 def rank(tmp_path):
     (tmp_path / "RUN" / "trace").mkdir(parents=True)
 
-    def run(body, *args, cores="", env=None, launcher=None, temporary=None):
+    def run(body, *args, budget="", env=None, launcher=None, temporary=None):
         script = tmp_path / "scripts" / "script.py"
         script.parent.mkdir(exist_ok=True)
         script.write_text(body)
         place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
         environ = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
         command = [sys.executable, "-m", "paceline.launch.worker", "--run", tmp_path / "RUN"]
-        command += ["--launcher", launcher or os.getpid(), "--cores", cores, "--record", "off"]
-        command += ["--share", "1", "2"]
+        command += ["--launcher", launcher or os.getpid(), "--budget", budget, "--record", "off"]
         command += ["--temporary", temporary] if temporary else []
         command += ["--", script, *args]
         return subprocess.run(
@@ -112,19 +113,13 @@ BOUND = "import os; print(sorted(os.sched_getaffinity(0)), os.environ.get('OMP_N
 
 
 def test_a_rank_is_bound_to_its_share(rank):
-    cores = sorted(os.sched_getaffinity(0))
-    done = rank(BOUND, cores=f"{cores[0]},{cores[-1]}")
-    assert done.stdout == f"[{cores[-1]}] 1\n"
+    core = max(os.sched_getaffinity(0))
+    budget = RankBudget(rank=1, compute=str(core), loader=str(core))
+    done = rank(BOUND, budget=json.dumps(budget.to_json()))
+    assert done.stdout == f"[{core}] 1\n"
 
 
-def test_threads_that_the_user_has_set_stay(rank):
-    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    for threads in ("3", "3,2"):
-        done = rank(BOUND, cores=cores, env={"OMP_NUM_THREADS": threads})
-        assert done.stdout == f"{sorted(os.sched_getaffinity(0))} {threads}\n"
-
-
-def test_without_cores_nothing_is_bound(rank):
+def test_without_a_budget_nothing_is_bound(rank):
     assert rank(BOUND).stdout == f"{sorted(os.sched_getaffinity(0))} None\n"
 
 

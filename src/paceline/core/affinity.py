@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 LOADER_CORES_VARIABLE = "_PACELINE_LOADER_CORES"
 LOADER_NICE_VARIABLE = "_PACELINE_LOADER_NICE"
 SERVER_CORES_VARIABLE = "_PACELINE_SERVER_CORES"
+NICE_MAX = 19  # the lowest priority (sched(7))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,15 +126,15 @@ def thread_ids(process: int | str = "self") -> set[int]:
 
 
 def bind_threads(
-    cores: Iterable[int], threads: Iterable[int] | None = None, *, nice: int | None = None
+    cores: Iterable[int], threads: Iterable[int] | None = None, *, nice: int = 0
 ) -> None:
     """Bind threads to cores; those that they start later inherit them.
 
     Args:
         cores: none leaves the cores as they are.
         threads: their ids, that of a process for its main thread; None: all of this process.
-        nice: their nice value; with one above 0 they are scheduled as batch work, which does not
-            preempt other threads when it wakes (sched(7), SCHED_BATCH). None leaves both.
+        nice: what is added to their nice value; above 0 they are scheduled as batch work, too,
+            which does not preempt other threads when it wakes (sched(7), SCHED_BATCH).
     """
     cores = tuple(cores)
     for thread in thread_ids() if threads is None else threads:
@@ -141,15 +142,10 @@ def bind_threads(
         with contextlib.suppress(OSError):
             if cores:
                 os.sched_setaffinity(thread, cores)
-            if nice is not None:
-                _lower(thread, nice)
-
-
-def _lower(thread: int, nice: int) -> None:
-    if nice > os.getpriority(os.PRIO_PROCESS, thread):  # back up needs a privilege
-        os.setpriority(os.PRIO_PROCESS, thread, nice)
-    if nice > 0:
-        os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+            if nice > 0:
+                lowered = min(NICE_MAX, os.getpriority(os.PRIO_PROCESS, thread) + nice)
+                os.setpriority(os.PRIO_PROCESS, thread, lowered)
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
 def place_loader_workers(environ: Mapping[str, str], threads: Iterable[int]) -> None:

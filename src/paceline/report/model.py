@@ -18,6 +18,7 @@ from paceline.core.breakdown import Breakdown
 from paceline.core.errors import NotFound
 from paceline.core.estimate import Estimate
 from paceline.core.machine import Machine
+from paceline.launch.budget import CpuBudget, budget_words, memory_contention
 from paceline.perf.communication import MODELLED, collective_s
 from paceline.report.advice.gather import gather_facts, loader_workers
 from paceline.report.advice.rules import Advice, advise
@@ -48,7 +49,7 @@ from paceline.report.words import (
     sync_place,
     verdict,
 )
-from paceline.runs.folder import RunFolder, RunState
+from paceline.runs.folder import BUDGET_NAME, RunFolder, RunState
 from paceline.runs.result import RunResult
 from paceline.runs.tuning import TUNE_NAME, TuneResult
 from paceline.trace.analysis import analyse
@@ -116,7 +117,8 @@ class Report:
         files: what the run did with each file, the longest time first; empty if not recorded.
         sampled: what some steps show: layers, operators, memory by what holds it.
         nodes: what each node did second by second.
-        planned_step: of the rank with the budget's figures, if it left its plan.
+        budget: which cores of rank 0's node were for what; None where Paceline started no ranks.
+        planned_step: of the rank with the memory budget's figures, if it left its plan.
         efficiency: what the ranks waited for, and what would make steps shorter; None where it was
             not asked for, of one rank, and where no steps were recorded by all ranks.
         strips: what each rank did when; None where it was not asked for, or without steps.
@@ -158,6 +160,7 @@ class Report:
     loader: LoaderCeiling | None = None
     sampled: StepSamples = field(default_factory=StepSamples)
     nodes: tuple[NodeActivity, ...] = ()
+    budget: CpuBudget | None = None
 
     @property
     def words(self) -> str:
@@ -197,6 +200,16 @@ class Report:
             if line.operation not in (SEND, RECV):  # traces name the paths of collectives alone
                 counts[line.path] += line.count
         return dict(counts)
+
+    @property
+    def cores_words(self) -> tuple[str, ...]:
+        """What the cores of the node were for, and what its ranks reach of its memory bandwidth."""
+        budget = budget_words(self.budget) if self.budget else ""
+        contention = memory_contention(self.machine) if self.world_size > 1 else None
+        return (
+            *((f"cores: {budget}",) if budget else ()),
+            *((f"memory bandwidth: {contention.words}",) if contention else ()),
+        )
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
@@ -321,6 +334,7 @@ def gather(run: Path, *, in_detail: bool = False, question: RemedyQuestion | Non
         bubble=bubble,
         spilling=spilled,
         planned_step=step,
+        budget=folder.read_record(CpuBudget, BUDGET_NAME),
         data=data,
         efficiency=_efficiency(analysis) if in_detail else None,
         strips=phase_strips(analysis) if in_detail else None,
@@ -447,6 +461,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "bubble": _plain(report.bubble),
         "spilling": _plain(report.spilling),
         "balance": _plain(result.balance) if result else None,
+        "budget": _plain(report.budget),
         "data": _plain(report.data),
         "efficiency": _plain(report.efficiency),
         "tuned": _plain(report.tuned),

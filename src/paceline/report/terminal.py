@@ -104,6 +104,8 @@ def render_terminal(report: Report) -> Group:
     parts += _data_nodes(report)
     if report.remedies.forecast is not None:
         parts += [Text(), render_gains(*report.remedies)]
+    if report.cores_words:
+        parts += [Text(), *(Text(printable(words)) for words in report.cores_words)]
     return Group(*parts)
 
 

@@ -7,10 +7,12 @@
     budget      pure: topology, ranks, plan -> sets of cores and numbers of threads
     choice      what the launcher makes of ``--budget``
     apply       what each rank does with its part
+    bandwidth   what cannot be divided: the path to memory
 
-docs/guides/cpu-budget.md says it to users.
+docs/guides/cpu-budget.md says what users see of it.
 """
 
+from paceline.launch.budget.bandwidth import MemoryContention, memory_contention
 from paceline.launch.budget.budget import CpuBudget, RankBudget, cpu_budget
 from paceline.launch.budget.choice import NodeCores, budget_words, node_budget
 from paceline.launch.budget.topology import CpuTopology, read_topology
@@ -18,10 +20,12 @@ from paceline.launch.budget.topology import CpuTopology, read_topology
 __all__ = [
     "CpuBudget",
     "CpuTopology",
+    "MemoryContention",
     "NodeCores",
     "RankBudget",
     "budget_words",
     "cpu_budget",
+    "memory_contention",
     "node_budget",
     "read_topology",
 ]

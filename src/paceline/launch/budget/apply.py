@@ -3,9 +3,9 @@
 ::
 
     follow(budget)            before torch is loaded: the affinity mask, OpenMP's variables
-      watch torch             torch.set_num_threads called by the script: it has the last word
-      watch its DataLoader    each worker process, as soon as it is started
-      watch torch.distributed the threads that init_process_group starts
+      torch is loaded         numbers of threads that the script sets have the last word
+      its DataLoader is       each worker process is placed as soon as it is started
+      torch.distributed is    so are the threads that init_process_group starts
 
 torch is not loaded here: each change is made when the script loads the module that it is about.
 """
@@ -17,6 +17,7 @@ import logging
 import os
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.affinity import (
@@ -33,13 +34,13 @@ from paceline.launch.startup.sitecustomize import ModuleWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
 
     from paceline.launch.budget.budget import RankBudget
 
 _LOG = logging.getLogger(__name__)
-# Threads that NCCL starts at the first collective, by the beginning of their names.
+# Threads that come later than the process group, by the beginning of their names.
 _PROGRESS_NAMES = ("NCCL", "nccl", "pt_nccl", "pt_gloo", "gloo")
+_AUTOGRAD_NAME = "pt_autograd"
 
 
 def follow(budget: RankBudget, server: str) -> None:
@@ -47,24 +48,20 @@ def follow(budget: RankBudget, server: str) -> None:
 
     Args:
         budget: of this rank.
-        server: cores of the node's servers that the rank may start; empty: its own.
+        server: cores of the node's servers that the rank may start; empty: anywhere.
     """
-    free = tuple(os.sched_getaffinity(0))
+    rank = _RankThreads(budget)
     os.environ["OMP_NUM_THREADS"] = str(budget.compute_threads)
     if budget.wait_policy == "passive":
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ[LOADER_CORES_VARIABLE] = budget.loader
     os.environ[LOADER_NICE_VARIABLE] = str(budget.loader_nice)
-    if server or budget.compute:
-        os.environ[SERVER_CORES_VARIABLE] = server or budget.loader or budget.compute
-    if budget.compute:
-        os.sched_setaffinity(0, parse_core_list(budget.compute))
-    for name, change in (
-        ("torch", functools.partial(_respect_own_threads, budget=budget, free=free)),
-        ("torch.utils.data.dataloader", functools.partial(_place_workers, budget=budget)),
-        ("torch.distributed.distributed_c10d", functools.partial(_place_progress, budget=budget)),
-    ):
-        _when_loaded(name, change)
+    os.environ[SERVER_CORES_VARIABLE] = server
+    if rank.compute:
+        os.sched_setaffinity(0, rank.compute)
+    _when_loaded("torch", rank.respect_own_threads)
+    _when_loaded("torch.utils.data.dataloader", rank.place_workers)
+    _when_loaded("torch.distributed.distributed_c10d", rank.place_progress)
 
 
 def _when_loaded(name: str, change: Callable[[Any], None]) -> None:
@@ -74,80 +71,115 @@ def _when_loaded(name: str, change: Callable[[Any], None]) -> None:
         sys.meta_path.insert(0, ModuleWatch(name, change))
 
 
-def _respect_own_threads(torch: ModuleType, budget: RankBudget, free: tuple[int, ...]) -> None:
-    """Let a script that sets its threads have them, with all cores where its own do not suffice."""
-    original = torch.set_num_threads
-    rank = os.getpid()
+class _RankThreads:
+    """The threads of this rank, and what its script says of them.
 
-    @functools.wraps(original)
-    def set_num_threads(threads: int) -> None:
-        original(threads)
-        # Loaders set those of their own processes and threads.
-        is_script = os.getpid() == rank and threading.current_thread() is threading.main_thread()
-        if is_script and threads != budget.compute_threads:
-            _leave_alone(threads, budget, free)
+    Attributes:
+        budget: of this rank.
+        compute: cores of the main thread and OpenMP's.
+        free: cores that the rank had before.
+        inter_op: who has set torch's number of inter-op threads, which it takes once.
+    """
 
-    torch.set_num_threads = set_num_threads  # type: ignore[attr-defined]  # its module has it
+    def __init__(self, budget: RankBudget) -> None:
+        self.budget = budget
+        self.compute = parse_core_list(budget.compute)
+        self.free = tuple(os.sched_getaffinity(0))
+        self.inter_op = ""
+        self._process = os.getpid()
+        self._set_inter_op: Callable[[int], None] = lambda _: None
 
+    def respect_own_threads(self, torch: Any) -> None:
+        """Let a script that sets its threads have them, on all cores if its own do not suffice."""
+        original, self._set_inter_op = torch.set_num_threads, torch.set_num_interop_threads
 
-def _leave_alone(threads: int, budget: RankBudget, free: tuple[int, ...]) -> None:
-    cores = len(parse_core_list(budget.compute))
-    words = "its cores stay as they are"
-    if cores and threads > cores:
-        bind_threads(free)
-        words = f"it has {cores} of its own, and is bound to none any more"
-    if environment().get("LOCAL_RANK", "0") == "0":
-        _LOG.warning(
-            "the script sets %d compute threads in place of the budget's %d: %s",
-            threads,
-            budget.compute_threads,
-            words,
-        )
+        @functools.wraps(original)
+        def set_num_threads(threads: int) -> None:
+            original(threads)
+            # Loaders set those of their own processes and threads.
+            is_main = threading.current_thread() is threading.main_thread()
+            if is_main and os.getpid() == self._process and threads != self.budget.compute_threads:
+                self._leave_alone(threads)
 
+        @functools.wraps(self._set_inter_op)
+        def set_num_interop_threads(threads: int) -> None:
+            if self.inter_op == "budget":
+                _LOG.warning(
+                    "torch has %d inter-op threads, as budgeted: it takes their number once",
+                    self.budget.inter_op_threads,
+                )
+                return
+            self._set_inter_op(threads)
+            self.inter_op = "script"
 
-def _place_workers(module: Any, budget: RankBudget) -> None:
-    """Give the worker processes of torch's DataLoader their cores and priority."""
-    iterator = getattr(module, "_MultiProcessingDataLoaderIter", None)
-    if iterator is None:  # a torch that has another one
-        return
-    original = iterator.__init__
+        torch.set_num_threads = set_num_threads
+        torch.set_num_interop_threads = set_num_interop_threads
 
-    @functools.wraps(original)
-    def start(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        workers = getattr(self, "_workers", ())
-        place_loader_workers(environment(), [worker.pid for worker in workers if worker.pid])
-        _place_late_progress(budget)
+    def _leave_alone(self, threads: int) -> None:
+        words = "its cores stay as they are"
+        if self.compute and threads > len(self.compute):
+            bind_threads(self.free)
+            words = f"it has {len(self.compute)} of its own, and is bound to none any more"
+        if environment().get("LOCAL_RANK", "0") == "0":
+            _LOG.warning(
+                "the script sets %d compute threads in place of the budget's %d: %s",
+                threads,
+                self.budget.compute_threads,
+                words,
+            )
 
-    iterator.__init__ = start
+    def _size_inter_op_pool(self) -> None:
+        """Set the number of torch's inter-op threads; a script does it before it comes this far."""
+        if self.inter_op:
+            return
+        try:
+            self._set_inter_op(self.budget.inter_op_threads)
+            self.inter_op = "budget"
+        except RuntimeError:  # the pool is at work already
+            self.inter_op = "torch"
 
+    def place_workers(self, dataloader: Any) -> None:
+        """Give the worker processes of torch's DataLoader their cores and priority."""
+        iterator = getattr(dataloader, "_MultiProcessingDataLoaderIter", None)
+        if iterator is None:  # a torch that has another one
+            return
+        original = iterator.__init__
 
-def _place_progress(module: Any, budget: RankBudget) -> None:
-    """Give the threads that a process group starts the cores of communication."""
-    original = module.init_process_group
+        @functools.wraps(original)
+        def start(iterating: Any, *args: Any, **kwargs: Any) -> None:
+            original(iterating, *args, **kwargs)
+            workers = getattr(iterating, "_workers", ())
+            place_loader_workers(environment(), [worker.pid for worker in workers if worker.pid])
+            self._size_inter_op_pool()
+            self._place_late_threads()
 
-    @functools.wraps(original)
-    def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        before = thread_ids()
-        result = original(*args, **kwargs)
-        bind_threads(parse_core_list(budget.communication), thread_ids() - before)
-        return result
+        iterator.__init__ = start
 
-    module.init_process_group = init_process_group
+    def place_progress(self, distributed: Any) -> None:
+        """Give the threads that a process group starts the cores of communication."""
+        original = distributed.init_process_group
 
+        @functools.wraps(original)
+        def init_process_group(*args: Any, **kwargs: Any) -> Any:
+            before = thread_ids()
+            result = original(*args, **kwargs)
+            bind_threads(parse_core_list(self.budget.communication), thread_ids() - before)
+            self._size_inter_op_pool()
+            return result
 
-def _place_late_progress(budget: RankBudget) -> None:
-    """Do the same for those that start at the first collective, and for autograd's."""
-    names = {thread: _name(thread) for thread in thread_ids()}
-    progress = [thread for thread, name in names.items() if name.startswith(_PROGRESS_NAMES)]
-    backward = [thread for thread, name in names.items() if name.startswith("pt_autograd")]
-    bind_threads(parse_core_list(budget.communication), progress)
-    bind_threads(parse_core_list(budget.autograd), backward)
+        distributed.init_process_group = init_process_group
+
+    def _place_late_threads(self) -> None:
+        """Place what started after the process group: NCCL's progress, autograd's threads."""
+        names = {thread: _name(thread) for thread in thread_ids()}
+        progress = [thread for thread, name in names.items() if name.startswith(_PROGRESS_NAMES)]
+        backward = [thread for thread, name in names.items() if name.startswith(_AUTOGRAD_NAME)]
+        bind_threads(parse_core_list(self.budget.communication), progress)
+        bind_threads(parse_core_list(self.budget.autograd), backward)
 
 
 def _name(thread: int) -> str:
     try:
-        with open(f"/proc/self/task/{thread}/comm", encoding="ascii", errors="replace") as file:  # noqa: PTH123  # short
-            return file.read().strip()
-    except OSError:
+        return Path(f"/proc/self/task/{thread}/comm").read_text(errors="replace").strip()
+    except OSError:  # it has ended
         return ""

@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from paceline.core.affinity import core_list, parse_core_list
+from paceline.core.affinity import NICE_MAX, core_list, parse_core_list
 from paceline.core.errors import ConfigError
 from paceline.core.record import Record
 
@@ -39,7 +39,6 @@ LOADER_NICE = 10  # a tenth of the main thread's weight (sched(7)); bench/imbala
 OWN_COMMUNICATION = 8  # cores of a rank from which one of them is for communication alone
 LOADER_SHARE = 4  # workers get cores of their own where they are at most 1 / 4 of the rank's
 LEAST_LOCAL = 0.75  # of an equal share: what a rank may lose to stay on one NUMA node
-_NICE_MAX = 19
 _SETS = ("compute", "launch", "autograd", "communication", "loader")
 
 BudgetState = Literal["bound", "unbound", "own", "off"]
@@ -63,7 +62,7 @@ class RankBudget(Record):
         communication: of the threads that make progress for gloo and NCCL.
         loader: of loader workers.
         loader_workers: their number, if it is known.
-        loader_nice: their nice value; above 0 they are scheduled as batch work, too.
+        loader_nice: what is added to their nice value; above 0 they are batch work (SCHED_BATCH).
         wait_policy: ``passive``: OpenMP's threads sleep while they wait, where others need the
             core; ``default``: they spin for a while first.
     """
@@ -89,7 +88,7 @@ class RankBudget(Record):
                 f"{self.inter_op_threads} inter-op threads",
                 fix="Give at least 1 of each",
             )
-        if not 0 <= self.loader_nice <= _NICE_MAX:
+        if not 0 <= self.loader_nice <= NICE_MAX:
             raise ConfigError(
                 f"loader_nice of rank {self.rank} is {self.loader_nice}", fix="Give 0 to 19"
             )
@@ -257,6 +256,7 @@ def _rank_budget(rank: int, cores: Sequence[PhysicalCore], asked: _Asked) -> Ran
         rank=rank,
         compute=core_list(first),
         compute_threads=len(first),
+        inter_op_threads=len(first),
         launch=core_list(first[:1]),
         autograd=core_list(first[:1]),
         communication=core_list(communication or first),
@@ -282,6 +282,7 @@ def _beside_accelerator(
         rank=rank,
         compute=core_list(compute),
         compute_threads=len(compute),
+        inter_op_threads=len(compute),
         launch=core_list(compute[:1]),
         autograd=core_list(compute[1:2] or compute),
         communication=core_list(communication or compute),

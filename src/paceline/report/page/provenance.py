@@ -40,6 +40,7 @@ def sources(report: Report) -> str:
     ]
     if isinstance(allocator := config.get("allocator"), dict):
         rows.append(["allocator", _ALLOCATORS.get(str(allocator.get("in_effect")), "-")])
+    rows += [[*words.split(": ", 1)] for words in report.cores_words]
     settings = _settings(config.get("values"))
     settings += [  # those of the backend matter to few runs
         [f"collectives.{name}", value, provenance]
