@@ -1,7 +1,8 @@
 """What do remedies against imbalance gain: each alone, and together?
 
-budget: a CNN, an LSTM and a transformer under DDP, 2 ranks on 2 cores, each with 2 DataLoader workers
-whose transform keeps a core busy (`imbalance_ranks.py`). Jobs take turns, each a new process:
+budget: a CNN, an LSTM and a transformer under DDP, 2 ranks on 2 cores, each with 2 workers of a
+DataLoader that transform samples on the CPU (`imbalance_ranks.py`). Jobs take turns, each in
+processes of its own:
 
 - unset       torch.multiprocessing.spawn, OMP_NUM_THREADS unset: torch takes a thread per core
 - torchrun    sets OMP_NUM_THREADS=1

@@ -28,7 +28,9 @@ COUNTERS = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
 
 
 class Images(Dataset):
-    """Photographs in memory; augmented as for ImageNet: crop, resize, flip, colours, noise."""
+    """Photographs in memory; augmented as SimCLR does: crop, resize, flip, colours, blur; noise."""
+
+    size = 72
 
     def __init__(self, count):
         self.images = np.random.default_rng(0).integers(0, 256, (16, 160, 160, 3), dtype=np.uint8)
@@ -43,7 +45,7 @@ class Images(Dataset):
         size = int(rng.integers(112, 160))
         top, left = rng.integers(0, 160 - size, 2)
         image = image[top : top + size, left : left + size].astype(np.float32) / 255
-        rows = np.linspace(0, size - 1, 96)
+        rows = np.linspace(0, size - 1, self.size)
         low, part = rows.astype(int), (rows % 1).astype(np.float32)
         high = np.minimum(low + 1, size - 1)
         image = image[low] * (1 - part)[:, None, None] + image[high] * part[:, None, None]
@@ -54,18 +56,29 @@ class Images(Dataset):
         image = image * brightness
         image = image * contrast + grey.mean() * (1 - contrast)
         image = image * colour + grey[..., None] * (1 - colour)
+        sigma = rng.uniform(0.5, 2.0)
+        taps = np.exp(-0.5 * (np.arange(-6, 7) / sigma) ** 2).astype(np.float32)
+        taps /= taps.sum()
+        for axis in (0, 1):
+            padded = np.pad(image, [(6, 6) if a == axis else (0, 0) for a in range(3)], "edge")
+            image = sum(
+                tap * padded.take(np.arange(at, at + self.size), axis)
+                for at, tap in enumerate(taps)
+            )
         image = image + rng.normal(0, 0.02, image.shape).astype(np.float32)
         image = (np.clip(image, 0, 1) - 0.45) / 0.225
         return torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1))), index % 10
 
 
 class Speech(Dataset):
-    """A second of sound: noise, logarithmic mel spectrogram, masked as SpecAugment does."""
+    """Two seconds of sound: noise, logarithmic mel spectrogram, masked as SpecAugment does."""
 
-    frames, bins, mels = 98, 257, 64
+    frames, bins, mels, count_of_values = 198, 257, 64, 32000
 
     def __init__(self, count):
-        self.sounds = np.random.default_rng(0).normal(0, 0.1, (32, 16000)).astype(np.float32)
+        self.sounds = (
+            np.random.default_rng(0).normal(0, 0.1, (32, self.count_of_values)).astype(np.float32)
+        )
         centres = np.geomspace(1, self.bins - 1, self.mels + 2)
         steps = np.arange(self.bins)[:, None]
         rising = (steps - centres[:-2]) / (centres[1:-1] - centres[:-2])
@@ -82,25 +95,26 @@ class Speech(Dataset):
         sound = self.sounds[index % len(self.sounds)]
         sound = sound + rng.normal(0, 0.02, len(sound)).astype(np.float32)
         speed = np.linspace(0, len(sound) - 1, int(len(sound) * rng.uniform(1.0, 1.1)))
-        sound = np.interp(speed, np.arange(len(sound)), sound).astype(np.float32)[:16000]
+        sound = np.interp(speed, np.arange(len(sound)), sound).astype(np.float32)
         starts = np.arange(self.frames)[:, None] * 160 + np.arange(400)
         power = np.abs(np.fft.rfft(sound[starts] * self.window, 512)) ** 2
         mel = np.log(power @ self.filters + 1e-6)
-        begin, width = int(rng.integers(0, 80)), int(rng.integers(0, 16))
+        begin, width = int(rng.integers(0, 180)), int(rng.integers(0, 16))
         mel[begin : begin + width] = 0
+        mel = mel.reshape(-1, 3, self.mels).mean(1)  # the model sees every third frame
         return torch.from_numpy(mel.astype(np.float32)), index % 10
 
 
 class Text(Dataset):
-    """Lines of text: normalised, split by a regular expression, coded by merges, masked."""
+    """Documents: normalised, split by a regular expression, coded by merges, a window masked."""
 
-    length, vocabulary = 64, 1000
+    length, vocabulary = 40, 1000
 
     def __init__(self, count):
         rng = np.random.default_rng(0)
         letters = np.array(list("etaoinshrdlu"))
         words = ["".join(rng.choice(letters, int(rng.integers(2, 9)))) for _ in range(400)]
-        self.lines = [" ".join(rng.choice(words, 90)) + ", 19 of 26." for _ in range(64)]
+        self.lines = [" ".join(rng.choice(words, 500)) + ", 19 of 26." for _ in range(64)]
         pairs = {}
         for word in words:
             for pair in itertools.pairwise(word):
@@ -126,8 +140,9 @@ class Text(Dataset):
                     break
                 parts[at : at + 2] = ["".join(parts[at : at + 2])]
             tokens += [hash_of(part) % self.vocabulary for part in parts]
-        tokens = torch.tensor((tokens * self.length)[: self.length])
         generator = torch.Generator().manual_seed(index)
+        begin = int(torch.randint(len(tokens) - self.length, (), generator=generator))
+        tokens = torch.tensor(tokens[begin : begin + self.length])
         masked = torch.rand(self.length, generator=generator) < 0.15
         return tokens.masked_fill(masked, 0), tokens
 
@@ -171,7 +186,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(Text.vocabulary, 128)
         layer = nn.TransformerEncoderLayer(128, 4, 512, 0.1, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
         self.head = nn.Linear(128, Text.vocabulary)
 
     def forward(self, tokens):

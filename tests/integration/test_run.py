@@ -95,7 +95,7 @@ def test_the_folder_holds_what_the_design_lists(digits):
     run = digits.folder / "RUN"
     names = sorted(str(path.relative_to(run)) for path in run.rglob("*") if path.is_file())
     assert names == [
-        *("config.json", "machine.json", "result.json"),
+        *("budget.json", "config.json", "machine.json", "result.json"),
         *("trace/rank-00000.trace", "trace/rank-00001.trace", "versions.json"),
     ]
     versions = json.loads((run / "versions.json").read_text())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -113,6 +114,7 @@ def test_verb_fails_only_on_fail(monkeypatch, status, code):
 
     finding = doctor.Finding(topic="memory", status=status, what="w", fix="f")
     monkeypatch.setattr(doctor, "diagnose", lambda folder: (finding,))
+    monkeypatch.setattr(sys.modules[verb.callback.__module__], "_cores_of_ranks", lambda _: ())
     runner = CliRunner()
     plain, data = runner.invoke(verb, []), runner.invoke(verb, ["--json"])
     assert plain.exit_code == data.exit_code == code
@@ -122,6 +124,19 @@ def test_verb_fails_only_on_fail(monkeypatch, status, code):
         "version": 1,
         "findings": [{"topic": "memory", "status": status, "what": "w", "fix": "f"}],
     }
+
+
+def test_the_verb_shows_what_cores_would_be_for(monkeypatch):
+    from paceline.cli.doctor import doctor as verb
+
+    monkeypatch.setattr(doctor, "diagnose", lambda folder: ())
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    many = str(10 * len(os.sched_getaffinity(0)))
+    for ranks, status in (("1", "ok"), (many, "warn")):
+        done = CliRunner().invoke(verb, ["--json", "-n", ranks])
+        found = {row["topic"]: row for row in json.loads(done.stdout)["findings"]}
+        assert found["budget"]["status"] == status
+        assert f"{ranks} rank" in found["budget"]["what"]
 
 
 def test_torch_is_asked_in_a_process_of_its_own():

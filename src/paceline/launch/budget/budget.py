@@ -172,8 +172,8 @@ def cpu_budget(
             everything, ranks, threads or 1, f"{ranks} ranks share {_cores(len(allowed))}"
         )
     shares, spare = _divide(topology, ranks)
-    bounded = _Asked(threads=threads, workers=workers, accelerator=accelerator)
-    budgets = tuple(_rank_budget(rank, share, bounded) for rank, share in enumerate(shares))
+    demand = _Demand(threads=threads, workers=workers, accelerator=accelerator)
+    budgets = tuple(_rank_budget(rank, share, demand) for rank, share in enumerate(shares))
     server = core_list(thread for core in spare for thread in core.threads)
     return replace(everything, ranks=budgets, server=server)
 
@@ -215,41 +215,41 @@ def _divide(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Asked:
+class _Demand:
     threads: int | None
     workers: int | None
     accelerator: bool
 
 
-def _rank_budget(rank: int, cores: Sequence[PhysicalCore], asked: _Asked) -> RankBudget:
+def _rank_budget(rank: int, cores: Sequence[PhysicalCore], demand: _Demand) -> RankBudget:
     """Return what the physical cores of a rank are for."""
-    if asked.threads is not None and asked.threads > len(cores):
+    if demand.threads is not None and demand.threads > len(cores):
         return RankBudget(  # more threads than cores of its own: the system spreads them better
             rank=rank,
-            compute_threads=asked.threads,
-            loader_workers=asked.workers,
+            compute_threads=demand.threads,
+            loader_workers=demand.workers,
             loader_nice=LOADER_NICE,
             wait_policy="passive",
         )
     first = [core.threads[0] for core in cores]
     second = [thread for core in cores for thread in core.threads[1:]]
-    if asked.accelerator:
-        return _beside_accelerator(rank, first, second, asked)
+    if demand.accelerator:
+        return _beside_accelerator(rank, first, second, demand)
     communication: list[int] = []
     if second:
         communication = [second.pop()]
-    elif len(first) >= OWN_COMMUNICATION and (asked.threads or 0) < len(first):
+    elif len(first) >= OWN_COMMUNICATION and (demand.threads or 0) < len(first):
         communication = [first.pop()]
     loader, nice = second, LOADER_NICE  # a core's hardware threads share its units
-    workers = asked.workers
+    workers = demand.workers
     if not loader and workers and workers * LOADER_SHARE <= len(first):
         loader, first, nice = first[-workers:], first[:-workers], 0
-    if asked.threads is not None:
-        if asked.threads > len(first):  # the plan's threads come before own cores of workers
+    if demand.threads is not None:
+        if demand.threads > len(first):  # the plan's threads come before own cores of workers
             first, loader, nice = [core.threads[0] for core in cores], second, LOADER_NICE
-        elif not second and asked.threads < len(first):
-            loader, nice = [*first[asked.threads :], *(loader if nice == 0 else [])], 0
-        first = first[: asked.threads]
+        elif not second and demand.threads < len(first):
+            loader, nice = [*first[demand.threads :], *(loader if nice == 0 else [])], 0
+        first = first[: demand.threads]
         communication = [core for core in communication if core not in first]
     shares = not loader
     return RankBudget(
@@ -268,13 +268,13 @@ def _rank_budget(rank: int, cores: Sequence[PhysicalCore], asked: _Asked) -> Ran
 
 
 def _beside_accelerator(
-    rank: int, first: list[int], second: list[int], asked: _Asked
+    rank: int, first: list[int], second: list[int], demand: _Demand
 ) -> RankBudget:
     """Return the budget of a rank that computes on an accelerator: it launches kernels, and loads.
 
     Kernels are launched by the main thread, and in the backward pass by the one of autograd.
     """
-    half = asked.threads or max(1, (len(first) + 1) // 2)
+    half = demand.threads or max(1, (len(first) + 1) // 2)
     compute, rest = first[:half], first[half:]
     communication = [second.pop()] if second else compute[2:3]
     loader = rest + second
@@ -287,8 +287,8 @@ def _beside_accelerator(
         autograd=core_list(compute[1:2] or compute),
         communication=core_list(communication or compute),
         loader=core_list(loader or compute),
-        loader_workers=asked.workers,
-        loader_nice=0 if rest or asked.workers == 0 else LOADER_NICE,
+        loader_workers=demand.workers,
+        loader_nice=0 if rest or demand.workers == 0 else LOADER_NICE,
     )
 
 

@@ -1,6 +1,6 @@
 """Whether the cores that Slurm, mpirun or a control group leave to a run suffice; what would.
 
-A step of Slurm gets one core per task unless it is told otherwise, and since version 22.05 srun
+A step of Slurm gets one core per task where nothing else is asked for, and since version 22.05 srun
 does not take ``--cpus-per-task`` from the job's script; Open MPI binds each task of a small job to
 one core. Either way the loader workers of a rank are squeezed onto its one core, beside idle ones.
 
