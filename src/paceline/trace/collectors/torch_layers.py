@@ -34,8 +34,8 @@ SHARE, MOST_NS = 0.001, 20_000
 LAYERS_MAX = 1000  # of a model; the outer ones first
 _LAYER, _GRADIENT = int(Kind.LAYER), int(Kind.GRADIENT)
 _FORWARD = int(Kind.FORWARD)
-# How much more the frames around a hook cost amid a step than in a loop. With 16 what a sampled step
-# says was 94 to 160 % of its additional CPU time, in steps of 1.5, 11 and 85 ms.
+# How much more the frames around a hook cost amid a step than in a loop. With 16 what a sampled
+# step says was 94 to 160 % of its additional CPU time, in steps of 1.5, 11 and 85 ms.
 _COLD = 16
 _TRIALS = 100
 
