@@ -54,11 +54,13 @@ def test_counters_become_shares_and_rates(tmp_path):
     assert ["memory of 8.00 GiB", "4.60 GiB", "5.00 GiB"] in cells
 
 
-def test_of_a_node_the_rank_that_counted_longest_is_taken(tmp_path):
-    write(tmp_path, 0, 2, [(0, 1, busy(4))])
-    write(tmp_path, 1, 2, [(1, 2, busy(1)), (2, 3, busy(1))])
+def test_of_a_node_another_rank_goes_on_where_one_ended_and_none_counts_twice(tmp_path):
+    write(tmp_path, 0, 3, [(0, 1, busy(4))])
+    write(tmp_path, 1, 3, [(1, 2, busy(1)), (2, 3, busy(1))])
+    write(tmp_path, 2, 3, [(1.5, 2.5, busy(2))])  # it could not see that another one counts
     (node,) = node_activities(load_run(tmp_path))
-    assert node.ends_s == (2.0, 3.0)
+    assert node.ends_s == (1.0, 2.0, 3.0)
+    assert node.series[0].values == (1.0, 0.25, 0.25)
 
 
 def test_a_long_run_has_fewer_intervals_with_the_same_mean(tmp_path):

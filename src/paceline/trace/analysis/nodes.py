@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from paceline.trace.format.files import RankTrace
     from paceline.trace.merge import Trace
 
-INTERVALS_MAX = 240
+INTERVALS_MAX = 240  # of a node; fewer where there are many nodes
+_INTERVALS_OF_ALL, _INTERVALS_LEAST = 8 * INTERVALS_MAX, 12
 SHARE, COUNT, BYTES, RATE, WATTS = "share", "threads", "B", "B/s", "W"  # units
 
 
@@ -65,7 +66,7 @@ class NodeActivity(Record):
         cores: of the node; 0 if not known.
         memory_bytes: of the node; 0 if not known.
         begin_s: of the first interval, seconds after the run's first event.
-        ends_s: of each interval; at most `INTERVALS_MAX`, of a longer run several seconds each.
+        ends_s: of each interval; of a long run, or of many nodes, several seconds each.
         series: figures by interval.
     """
 
@@ -100,6 +101,7 @@ def node_activities(trace: Trace) -> tuple[NodeActivity, ...]:
     for index, rank in enumerate(trace.ranks):
         nodes.setdefault(rank.status.boot_id, []).append(index)
     start_ns = min((_first_ns(trace, index) for index in range(len(trace.ranks))), default=0)
+    most = min(INTERVALS_MAX, max(_INTERVALS_LEAST, _INTERVALS_OF_ALL // max(1, len(nodes))))
     found = []
     for indices in nodes.values():
         # A second rank counts if the first has ended, or could not see that another one counts.
@@ -107,8 +109,7 @@ def node_activities(trace: Trace) -> tuple[NodeActivity, ...]:
         counted = [intervals for intervals in counted if len(intervals.end_s)]
         if counted:
             ranks = tuple(trace.ranks[index].rank for index in indices)
-            longest = max(counted, key=lambda intervals: len(intervals.end_s))
-            found.append(_activity(longest, ranks))
+            found.append(_activity(_joined(counted), ranks, most))
     return tuple(found)
 
 
@@ -122,8 +123,10 @@ def _first_ns(trace: Trace, index: int) -> int:
 def _intervals(trace: Trace, index: int, start_ns: int) -> _Intervals:
     rank, clock = trace.ranks[index], trace.clocks[index]
     location = _node_location(rank)
-    chosen = (rank.events["kind"] == Kind.COUNTER) & (rank.events["location"] == location)
-    events = rank.events[chosen] if location else rank.events[:0]
+    events = rank.events[:0]
+    if location:
+        events = rank.events[rank.events["kind"] == Kind.COUNTER]
+        events = events[events["location"] == location]
     ends_ns, first, which = np.unique(events["end_ns"], return_index=True, return_inverse=True)
     values: dict[str, np.ndarray] = {}
     for name in np.unique(events["name"]).tolist():
@@ -138,6 +141,26 @@ def _intervals(trace: Trace, index: int, start_ns: int) -> _Intervals:
     )
 
 
+def _joined(counted: list[_Intervals]) -> _Intervals:
+    """Return the intervals of the rank that counted longest, and those of others without it."""
+    longest, *others = sorted(counted, key=lambda intervals: -len(intervals.end_s))
+    first_s, last_s = longest.begin_s[0], longest.end_s[-1]
+    parts = [(longest, np.ones(len(longest.end_s), dtype=bool))]
+    parts += [(other, (other.end_s <= first_s) | (other.begin_s >= last_s)) for other in others]
+    begin_s = np.concatenate([part.begin_s[kept] for part, kept in parts])
+    order = np.argsort(begin_s, kind="stable")
+    values = {}
+    for name in dict.fromkeys(name for part, _ in parts for name in part.values):
+        columns = [part.values.get(name, np.zeros(len(part.end_s)))[kept] for part, kept in parts]
+        values[name] = np.concatenate(columns)[order]
+    return _Intervals(
+        node=longest.node,
+        begin_s=begin_s[order],
+        end_s=np.concatenate([part.end_s[kept] for part, kept in parts])[order],
+        values=values,
+    )
+
+
 def _node_location(rank: RankTrace) -> int:
     """Return the number of the location of a node's counters; 0 if there is none."""
     for number, location in enumerate(rank.locations):
@@ -146,9 +169,9 @@ def _node_location(rank: RankTrace) -> int:
     return 0
 
 
-def _activity(counted: _Intervals, ranks: tuple[int, ...]) -> NodeActivity:
+def _activity(counted: _Intervals, ranks: tuple[int, ...], most: int) -> NodeActivity:
     count = len(counted.end_s)
-    edges = np.linspace(0, count, min(count, INTERVALS_MAX) + 1).round().astype(int)[:-1]
+    edges = np.linspace(0, count, min(count, most) + 1).round().astype(int)[:-1]
     lasted_s = np.maximum(1e-9, counted.end_s - counted.begin_s)
     widths_s = np.add.reduceat(lasted_s, edges)
     series = []
