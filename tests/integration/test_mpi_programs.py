@@ -33,6 +33,7 @@ campaign = pytest.mark.campaign("mpi")
 LEAVES = """
 #include <mpi.h>
 #include <stdlib.h>
+#include <unistd.h>
 int main(int argc, char** argv) {
   int rank;
   MPI_Init(&argc, &argv);
@@ -173,6 +174,20 @@ def test_a_rank_that_fails_within_the_users_own_mpirun_is_named(tmp_path, mpi):
     assert done.code == 1, done.err
     failure = RunFolder(tmp_path / "RUN").read_result().failure
     assert (failure.rank, failure.error) == (1, "exit code 3")
+
+
+@campaign
+def test_a_rank_that_hangs_within_the_users_own_mpirun_is_named(tmp_path, mpi):
+    (tmp_path / "waits.c").write_text(LEAVES.replace("exit(3)", "for (;;) pause()"))
+    command = [mpi / "mpicc", tmp_path / "waits.c", "-o", tmp_path / "waits"]
+    subprocess.run(command, check=True, timeout=60)
+    words = ("run", "--hang-timeout", 2, "--out", "RUN", "--", tmp_path / "waits")
+    done = paceline(tmp_path, *words, prefix=(mpi / "mpirun", "-n", "2"), env=OPEN_MPI)
+    assert done.code == 5, done.err
+    assert "rank 1 hung" in done.err
+    hang = json.loads((tmp_path / "RUN" / "hang.json").read_text())
+    assert hang["rank"] == 1
+    assert done.running() == []
 
 
 def test_an_mpi_that_is_not_known_is_refused(tmp_path):
