@@ -4,7 +4,8 @@ import numpy as np
 from traces import Late, data_parallel, write_run
 
 from paceline.trace.analysis import analyse
-from paceline.trace.efficiency import compare_runs
+from paceline.trace.efficiency import compare_runs, read_series
+from paceline.trace.efficiency.comparison import series_of
 from paceline.trace.merge import load_run
 
 STEPS = 120
@@ -55,3 +56,13 @@ def test_runs_of_few_steps_or_other_ranks_say_less(tmp_path):
     other = compare_runs(analysed(tmp_path / "c", 1), analysed(tmp_path / "d", 2, ranks=3))
     assert (other.a_ranks, other.b_ranks) == (2, 3)
     assert not [change for change in other.changes if change.part == "rank"]
+
+
+def test_a_run_that_is_read_window_by_window_has_the_same_series(tmp_path):
+    late = (Late(rank=1, ms=3, first=20, last=60),)
+    whole = series_of(analysed(tmp_path, 1, late=late), "run A")
+    parts = read_series(tmp_path, "run A", window_events=150)  # some ten steps
+    assert (parts.ranks, parts.world_size) == (whole.ranks, whole.world_size)
+    assert parts.seconds.keys() == whole.seconds.keys()
+    for name, seconds in whole.seconds.items():
+        np.testing.assert_allclose(parts.seconds[name], seconds, atol=1e-12, err_msg=str(name))

@@ -285,9 +285,11 @@ EXPORTS = {
         "RunComparison",
         "RunEfficiency",
         "compare_runs",
+        "compare_series",
         "measure_efficiency",
         "measure_run",
         "phase_strips",
+        "read_series",
     ],
     "trace.export": [
         "ExportSummary",

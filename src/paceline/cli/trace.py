@@ -223,12 +223,13 @@ def compare(a: Path, b: Path, as_json: bool) -> None:
 
     from paceline.report.efficiency import render_run_comparison
     from paceline.runs.folder import RunFolder
-    from paceline.trace.analysis import analyse
-    from paceline.trace.efficiency import compare_runs
-    from paceline.trace.merge import load_run
+    from paceline.trace.efficiency import compare_series, read_series
 
-    analyses = [analyse(load_run(RunFolder.open(chosen_run(run)).path)) for run in (a, b)]
-    found = compare_runs(*analyses)
+    series = [
+        read_series(RunFolder.open(chosen_run(run)).path, name)
+        for run, name in ((a, "run A"), (b, "run B"))
+    ]
+    found = compare_series(*series)
     if as_json:
         click.echo(json.dumps({"kind": "comparison", **found.to_json()}))
         return

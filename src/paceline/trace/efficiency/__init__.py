@@ -12,7 +12,12 @@
 less. A run is measured in `window`s of steps, which an Analysis gives, or a run's folder.
 """
 
-from paceline.trace.efficiency.comparison import RunComparison, compare_runs
+from paceline.trace.efficiency.comparison import (
+    RunComparison,
+    compare_runs,
+    compare_series,
+    read_series,
+)
 from paceline.trace.efficiency.measure import RunEfficiency, measure_efficiency, measure_run
 from paceline.trace.efficiency.strips import PhaseStrips, phase_strips
 
@@ -21,7 +26,9 @@ __all__ = [
     "RunComparison",
     "RunEfficiency",
     "compare_runs",
+    "compare_series",
     "measure_efficiency",
     "measure_run",
     "phase_strips",
+    "read_series",
 ]

@@ -11,6 +11,7 @@ comparisons (C. Bonferroni, 1936).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,12 +23,19 @@ from paceline.core.errors import NotFound
 from paceline.core.record import Record
 from paceline.core.students_t import t_95
 from paceline.trace.analysis.p_values import upper_tail_t
-from paceline.trace.analysis.waits import awaited_calls
+from paceline.trace.analysis.phases import rank_phases
+from paceline.trace.analysis.waits import awaited_calls, waits_and_calls
 from paceline.trace.efficiency.dependencies import binding, wait_dependencies
 from paceline.trace.format.events import RECV, SEND, Kind
+from paceline.trace.merge.windows import BEFORE, SpooledRun
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
     from paceline.trace.analysis import Analysis
+    from paceline.trace.analysis.phases import RankPhases
+    from paceline.trace.merge import Trace
 
 _WARM_UP, _WARM_UP_SHARE = 5, 0.25  # steps that do not count, and at most this share of a run's
 _MOST_BLOCKS, _LEAST_BLOCKS = 32, 4
@@ -37,6 +45,7 @@ _MOST_LEFT = 0.8  # of that correlation, in blocks that cannot be longer
 _MAX_P_VALUE = 0.01
 _LEAST_SHARE = 0.01  # of a step: a smaller change is no news, however certain it is
 _WAITS = [PHASES.index(name) for name in ("waiting", "transfer")]
+_WINDOW_EVENTS = 1_500_000  # of all ranks: an event takes some 300 bytes while it is measured
 SLOWER, FASTER, UNCHANGED = "slower", "faster", "unchanged"
 
 
@@ -96,16 +105,37 @@ class RunComparison(Record):
         return self.changes[0]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RunSeries:
+    """What the steps of a run took, by part.
+
+    Attributes:
+        ranks: that left a trace.
+        world_size: number of ranks of the run.
+        seconds: of each part and name, as of `Change`, by step, shape (steps,), without the first
+            steps and those that were not recorded.
+    """
+
+    ranks: int
+    world_size: int
+    seconds: dict[tuple[str, str], np.ndarray]
+
+
 def compare_runs(a: Analysis, b: Analysis) -> RunComparison:
     """Return what became slower or faster from run `a` to run `b`.
 
     Raises:
         NotFound: a run has no step that all its ranks completed.
     """
-    first, second = _series(a, "run A"), _series(b, "run B")
+    return compare_series(series_of(a, "run A"), series_of(b, "run B"))
+
+
+def compare_series(a: RunSeries, b: RunSeries) -> RunComparison:
+    """Return what became slower or faster from run `a` to run `b`."""
+    first, second = a.seconds, b.seconds
     names = [name for name in first if name in second]
     names += [(part, name) for part, name in first.keys() ^ second.keys() if part == "operation"]
-    if len(a.trace.ranks) != len(b.trace.ranks):
+    if a.ranks != b.ranks:
         names = [(part, name) for part, name in names if part != "rank"]
     step_s = float(first["step", ""].mean())
     zeros = np.zeros(1)
@@ -119,54 +149,140 @@ def compare_runs(a: Analysis, b: Analysis) -> RunComparison:
     return RunComparison(
         a_steps=len(first["step", ""]),
         b_steps=len(second["step", ""]),
-        a_ranks=a.trace.world_size,
-        b_ranks=b.trace.world_size,
+        a_ranks=a.world_size,
+        b_ranks=b.world_size,
         changes=tuple(changes),
     )
 
 
-def _series(analysis: Analysis, run: str) -> dict[tuple[str, str], np.ndarray]:
-    """Return seconds by step of each part and name, shape (steps,), without the first steps."""
+def series_of(analysis: Analysis, run: str) -> RunSeries:
+    """Return what the steps of an analysed run took.
+
+    Args:
+        analysis: of the run.
+        run: what to call it in an error.
+
+    Raises:
+        NotFound: there is no step that all its ranks completed.
+    """
     steps = analysis.steps
+    _check_steps(steps, run)
+    trace = analysis.trace
+    found = _parts(trace, analysis.waits, awaited_calls(trace), analysis.phases, (0, steps))
+    recorded = np.all([rank.recorded[:steps] for rank in analysis.phases], axis=0)
+    return RunSeries(
+        ranks=len(trace.ranks), world_size=trace.world_size, seconds=_kept([found], recorded)
+    )
+
+
+def read_series(run: Path, name: str, *, window_events: int = _WINDOW_EVENTS) -> RunSeries:
+    """Return what the steps of the run in a folder took, in memory that does not grow with it.
+
+    Args:
+        run: its folder.
+        name: what to call it in an error.
+        window_events: most events that are in memory at one time.
+
+    Raises:
+        NotFound: there are no traces, or no step that all its ranks completed.
+        CorruptTrace: a trace is damaged.
+        StorageError: a trace cannot be read, or there is no space for temporary files.
+    """
+    with SpooledRun(run) as spooled:
+        _check_steps(spooled.steps, name)
+        windows = []
+        for first, stop in spooled.windows(0, spooled.steps, window_events):
+            before = max(0, first - BEFORE)
+            trace = _from_step(spooled.read(first, stop), before)
+            waits, awaited = waits_and_calls(trace)
+            phases = rank_phases(trace.ranks, waits)
+            windows.append(_parts(trace, waits, awaited, phases, (first - before, stop - before)))
+        recorded = np.all(spooled.recorded, axis=0)
+        return RunSeries(
+            ranks=len(spooled.ranks),
+            world_size=spooled.world_size,
+            seconds=_kept(windows, recorded),
+        )
+
+
+def _from_step(trace: Trace, first: int) -> Trace:
+    """Return a trace whose steps are counted from step `first`."""
+    if not first:
+        return trace
+    ranks = []
+    for rank in trace.ranks:
+        events = rank.events.copy()
+        events["step"] -= np.minimum(events["step"], first)
+        ranks.append(dataclasses.replace(rank, events=events))
+    return dataclasses.replace(trace, ranks=tuple(ranks))
+
+
+def _check_steps(steps: int, run: str) -> None:
     if not steps:
         raise NotFound(
             "no step that all ranks completed",
             where=run,
             fix="Compare runs whose ranks completed some steps",
         )
-    warm_up = min(_WARM_UP, int(_WARM_UP_SHARE * steps))
-    phases = analysis.phases
-    kept = np.all([rank.recorded[:steps] for rank in phases], axis=0)
-    kept[:warm_up] = False
-    seconds = np.array([rank.seconds[:steps] for rank in phases])
-    train_s = np.array([rank.train_s[:steps] for rank in phases])
+
+
+def _kept(
+    windows: Sequence[dict[tuple[str, str], np.ndarray]], recorded: np.ndarray
+) -> dict[tuple[str, str], np.ndarray]:
+    """Return the steps of all windows that count.
+
+    Args:
+        windows: seconds by step of each part and name; an operation may be missing in one.
+        recorded: which steps all ranks recorded, shape (steps,).
+    """
+    kept = recorded.copy()
+    kept[: min(_WARM_UP, int(_WARM_UP_SHARE * len(kept)))] = False
+    names = dict.fromkeys(name for window in windows for name in window)
+    return {
+        name: np.concatenate(
+            [window.get(name, np.zeros(len(window["step", ""]))) for window in windows]
+        )[kept]
+        for name in names
+    }
+
+
+def _parts(
+    trace: Trace,
+    waits: Sequence[np.ndarray],
+    awaited: tuple[np.ndarray, ...],
+    phases: Sequence[RankPhases],
+    steps: tuple[int, int],
+) -> dict[tuple[str, str], np.ndarray]:
+    """Return seconds by step of each part and name, of steps from the first to before the last."""
+    own = slice(*steps)
+    seconds = np.array([rank.seconds[own] for rank in phases])
+    train_s = np.array([rank.train_s[own] for rank in phases])
     means = seconds.mean(axis=0)
     found = {("step", ""): train_s.max(axis=0)}
     found |= {("phase", name): means[:, i] for i, name in enumerate(PHASES)}
     own_s = train_s - seconds[:, :, _WAITS].sum(axis=2)
     found |= {("rank", str(rank.rank)): own_s[i] for i, rank in enumerate(phases)}
-    found |= {("operation", name): values for name, values in _operations(analysis).items()}
-    return {name: values[kept] for name, values in found.items()}
+    operations = _operations(trace, waits, awaited, steps[1])
+    return found | {("operation", name): values[own] for name, values in operations.items()}
 
 
-def _operations(analysis: Analysis) -> dict[str, np.ndarray]:
+def _operations(
+    trace: Trace, waits: Sequence[np.ndarray], awaited: tuple[np.ndarray, ...], steps: int
+) -> dict[str, np.ndarray]:
     """Return how long data of each operation moved, exposed, by step: the mean over ranks."""
-    matches, steps = analysis.matches, analysis.steps
+    matches = trace.matches
     names = (*matches.operations, SEND, RECV)
-    awaited = awaited_calls(analysis.trace)
-    rows = binding(wait_dependencies(matches, analysis.waits, awaited))
-    starts = np.concatenate([[0], np.cumsum([len(waits) for waits in analysis.waits])])
+    rows = binding(wait_dependencies(matches, tuple(waits), awaited))
+    starts = np.concatenate([[0], np.cumsum([len(found) for found in waits])])
     flat = starts[rows["trace"]] + rows["wait"]
-    waits = np.concatenate(analysis.waits)[flat]
-    of_steps = [rank.events_of(Kind.WAIT)["step"] for rank in analysis.trace.ranks]
+    bound = np.concatenate(waits)[flat]
+    of_steps = [rank.events_of(Kind.WAIT)["step"] for rank in trace.ranks]
     own = np.concatenate(of_steps)[flat].astype(np.int64)
     inside = own < steps
     place = rows["operation"].astype(np.int64)[inside] * steps + own[inside]
-    moving_s = (waits["end_ns"] - waits["ready_ns"])[inside] / 1e9
+    moving_s = (bound["end_ns"] - bound["ready_ns"])[inside] / 1e9
     sums = np.bincount(place, moving_s, minlength=len(names) * steps).reshape(len(names), steps)
-    return {
-        name: sums[i] / len(analysis.trace.ranks) for i, name in enumerate(names) if sums[i].any()
-    }
+    return {name: sums[i] / len(trace.ranks) for i, name in enumerate(names) if sums[i].any()}
 
 
 def _change(
