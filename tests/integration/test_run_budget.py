@@ -79,8 +79,11 @@ def test_two_ranks_with_two_workers_each(train):
         assert rank["variable"] == str(rank["threads"])
         assert len(rank["cores"]) <= each
         assert len(rank["workers"]) == 2
-        nice = min(19, rank["priority"] + own["loader_nice"])
-        assert all(worker[1] == nice for worker in rank["workers"])
+        # On a busy machine they keep theirs, and the run says so.
+        busy = "other processes use" in train.err
+        nice = {min(19, rank["priority"] + own["loader_nice"])}
+        nice |= {rank["priority"]} if busy else set()
+        assert {worker[1] for worker in rank["workers"]} <= nice
         assert rank["progress"]
     workers = [{core for worker in rank["workers"] for core in worker[0]} for rank in ranks]
     assert not workers[0] & workers[1]

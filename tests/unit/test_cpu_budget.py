@@ -13,6 +13,7 @@ from paceline.launch.budget import (
     budget_words,
     node_budget,
 )
+from paceline.launch.budget.budget import LOADER_NICE
 from paceline.launch.budget.topology import PhysicalCore
 from paceline.launch.task_placement import TaskPlacement
 
@@ -60,13 +61,13 @@ def test_hardware_threads_beside_compute_are_for_workers_and_communication():
     first, second = budget.ranks
     assert (first.compute, first.loader, first.communication) == ("0-23", "48-70", "71")
     assert (second.compute, second.loader, second.communication) == ("24-47", "72-94", "95")
-    assert (first.compute_threads, first.loader_nice) == (24, 10)
+    assert (first.compute_threads, first.loader_nice) == (24, LOADER_NICE)
 
 
 def test_a_rank_of_many_cores_has_one_for_communication():
     (rank,) = auto(node(packages=1, cores=16, smt=1), 1).ranks
     assert (rank.compute, rank.communication, rank.compute_threads) == ("0-14", "15", 15)
-    assert (rank.loader, rank.loader_nice) == ("0-14", 10)  # their number is not known
+    assert (rank.loader, rank.loader_nice) == ("0-14", LOADER_NICE)  # their number is not known
 
 
 def test_cores_that_do_not_divide_are_for_the_servers_of_the_node():
@@ -197,5 +198,5 @@ def test_values_that_mean_nothing_are_refused(wrong):
 def test_words_of_a_budget():
     assert budget_words(auto(node(packages=1, cores=2, smt=1), 2)) == (
         "2 ranks x 1 core to compute (0 | 1), 1 thread each; loader workers on the same cores at "
-        "nice 10 (topology: lstopo)"
+        f"nice {LOADER_NICE} (topology: lstopo)"
     )

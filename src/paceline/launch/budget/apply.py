@@ -30,17 +30,23 @@ from paceline.core.affinity import (
     thread_ids,
 )
 from paceline.core.config import environment
+from paceline.core.foreign_cpu import cpu_use
 from paceline.launch.startup.sitecustomize import ModuleWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from paceline.core.foreign_cpu import CpuUse
     from paceline.launch.budget.budget import RankBudget
 
 _LOG = logging.getLogger(__name__)
 # Threads that come later than the process group, by the beginning of their names.
 _PROGRESS_NAMES = ("NCCL", "nccl", "pt_nccl", "pt_gloo", "gloo")
 _AUTOGRAD_NAME = "pt_autograd"
+# Of a rank's cores that other processes use: above it loader workers keep their priority, since a
+# lower one would leave them next to nothing, and the rank would wait for data (bench/LOG.md).
+_MOST_FOREIGN = 0.25
+_LEAST_SPAN_S = 0.2  # which foreign_cpu resolves to a tenth of a core
 
 
 def follow(budget: RankBudget, server: str) -> None:
@@ -59,6 +65,7 @@ def follow(budget: RankBudget, server: str) -> None:
     os.environ[SERVER_CORES_VARIABLE] = server
     if rank.compute:
         os.sched_setaffinity(0, rank.compute)
+    rank.begin = cpu_use()
     _when_loaded("torch", rank.respect_own_threads)
     _when_loaded("torch.utils.data.dataloader", rank.place_workers)
     _when_loaded("torch.distributed.distributed_c10d", rank.place_progress)
@@ -79,6 +86,7 @@ class _RankThreads:
         compute: cores of the main thread and OpenMP's.
         free: cores that the rank had before.
         inter_op: who has set torch's number of inter-op threads, which it takes once.
+        begin: CPU time on the rank's cores when it began; None if the system does not say.
     """
 
     def __init__(self, budget: RankBudget) -> None:
@@ -86,6 +94,7 @@ class _RankThreads:
         self.compute = parse_core_list(budget.compute)
         self.free = tuple(os.sched_getaffinity(0))
         self.inter_op = ""
+        self.begin: CpuUse | None = None
         self._process = os.getpid()
         self._set_inter_op: Callable[[int], None] = lambda _: None
 
@@ -148,6 +157,7 @@ class _RankThreads:
         @functools.wraps(original)
         def start(iterating: Any, *args: Any, **kwargs: Any) -> None:
             original(iterating, *args, **kwargs)
+            self._heed_others()
             workers = getattr(iterating, "_workers", ())
             place_loader_workers(environment(), [worker.pid for worker in workers if worker.pid])
             self._size_inter_op_pool()
@@ -165,9 +175,27 @@ class _RankThreads:
             result = original(*args, **kwargs)
             bind_threads(parse_core_list(self.budget.communication), thread_ids() - before)
             self._size_inter_op_pool()
+            self._heed_others()
             return result
 
         distributed.init_process_group = init_process_group
+
+    def _heed_others(self) -> None:
+        """Let loader workers keep their priority where other processes use the rank's cores."""
+        begin, now = self.begin, cpu_use()
+        if begin is None or now is None or now.at_s - begin.at_s < _LEAST_SPAN_S:
+            return
+        self.begin = None  # once: later the rank's own workers would count as others
+        cores = len(self.compute or self.free)
+        foreign = now.foreign_cores(begin)
+        if self.budget.loader_nice and foreign > _MOST_FOREIGN * cores:
+            os.environ[LOADER_NICE_VARIABLE] = "0"
+            _LOG.warning(
+                "other processes use %.1f of this rank's %d cores: its loader workers keep their "
+                "priority",
+                foreign,
+                cores,
+            )
 
     def _place_late_threads(self) -> None:
         """Place what started after the process group: NCCL's progress, autograd's threads."""

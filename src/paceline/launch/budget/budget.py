@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from paceline.launch.budget.topology import CpuTopology, PhysicalCore
 
-LOADER_NICE = 10  # a tenth of the main thread's weight (sched(7)); bench/imbalance.py
+LOADER_NICE = 5  # a third of the main thread's weight (sched(7)); see bench/LOG.md
 OWN_COMMUNICATION = 8  # cores of a rank from which one of them is for communication alone
 LOADER_SHARE = 4  # workers get cores of their own where they are at most 1 / 4 of the rank's
 LEAST_LOCAL = 0.75  # of an equal share: what a rank may lose to stay on one NUMA node
