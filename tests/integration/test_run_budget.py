@@ -33,6 +33,8 @@ told = {
     "cores": sorted(os.sched_getaffinity(0)),
     "threads": torch.get_num_threads(),
     "variable": os.environ.get("OMP_NUM_THREADS"),
+    # What libraries see that are loaded before the rank follows its budget, as numpy's BLAS is.
+    "first": [line for line in open("/proc/self/environ").read().split("\\0") if "OMP_NUM" in line],
     "priority": os.getpriority(os.PRIO_PROCESS, 0),
     "workers": list(workers.values()),
     "progress": [sorted(os.sched_getaffinity(int(thread))) for thread in progress],
@@ -77,6 +79,7 @@ def test_two_ranks_with_two_workers_each(train):
     for rank, own in zip(ranks, budget["ranks"], strict=True):
         assert rank["threads"] == own["compute_threads"] == len(rank["cores"])
         assert rank["variable"] == str(rank["threads"])
+        assert rank["first"] == [f"OMP_NUM_THREADS={rank['threads']}"]
         assert len(rank["cores"]) <= each
         assert len(rank["workers"]) == 2
         # On a busy machine they keep theirs, and the run says so.

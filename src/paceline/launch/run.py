@@ -36,6 +36,7 @@ from paceline.core.processes import (
     ended_on_signal,
     outlive_preemption,
 )
+from paceline.launch.budget.budget import threads_variables
 from paceline.launch.budget.choice import node_budget
 from paceline.launch.exits import ExitOutcome, explaining_exits, interrupted_exit, interruption
 from paceline.launch.failures import exit_code, first_failure, hang_failure, raise_failure
@@ -278,8 +279,10 @@ class _Starter:
         local_ranks = self.job.local_ranks
         budget = self._budget(start.share_count * len(local_ranks))
         for number, ids in enumerate(local_ranks):
-            command = self._command(budget, start.share_index * len(local_ranks) + number)
+            index = start.share_index * len(local_ranks) + number
+            command = self._command(budget, index)
             variables = ids.environment(start.address, start.port, run_id)
+            variables |= _budget_variables(budget, index)
             environ = {**environment(), **variables, **self._extra()}
             self.local.start(ids.rank, command, environ, self._descriptors())
         self.local.all_started()
@@ -370,6 +373,16 @@ class _Starter:
             **served,
             **mounted,
         }
+
+
+def _budget_variables(budget: CpuBudget, index: int) -> dict[str, str]:
+    """Return the number of a rank's threads, for libraries that it loads before it follows it.
+
+    numpy's BLAS takes the number when it is loaded, and forked loader workers inherit it.
+    """
+    if budget.state not in ("bound", "unbound"):
+        return {}
+    return threads_variables(budget.ranks[index])
 
 
 def _budget_options(budget: CpuBudget, index: int) -> list[str]:

@@ -31,13 +31,13 @@ from paceline.core.affinity import (
 )
 from paceline.core.config import environment
 from paceline.core.foreign_cpu import cpu_use
+from paceline.launch.budget.budget import RankBudget, threads_variables
 from paceline.launch.startup.sitecustomize import ModuleWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from paceline.core.foreign_cpu import CpuUse
-    from paceline.launch.budget.budget import RankBudget
 
 _LOG = logging.getLogger(__name__)
 # Threads that come later than the process group, by the beginning of their names.
@@ -57,9 +57,8 @@ def follow(budget: RankBudget, server: str) -> None:
         server: cores of the node's servers that the rank may start; empty: anywhere.
     """
     rank = _RankThreads(budget)
-    os.environ["OMP_NUM_THREADS"] = str(budget.compute_threads)
-    if budget.wait_policy == "passive":
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    for name, value in threads_variables(budget).items():
+        os.environ[name] = value
     os.environ[LOADER_CORES_VARIABLE] = budget.loader
     os.environ[LOADER_NICE_VARIABLE] = str(budget.loader_nice)
     os.environ[SERVER_CORES_VARIABLE] = server

@@ -138,6 +138,12 @@ def _check_list(text: str, where: str) -> None:
         ) from None
 
 
+def threads_variables(budget: RankBudget) -> dict[str, str]:
+    """Return the environment variables that OpenMP and BLAS libraries read when they are loaded."""
+    policy = {"OMP_WAIT_POLICY": "passive"} if budget.wait_policy == "passive" else {}
+    return {"OMP_NUM_THREADS": str(budget.compute_threads), **policy}
+
+
 def cpu_budget(
     topology: CpuTopology,
     allowed: Iterable[int],
