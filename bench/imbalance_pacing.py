@@ -67,7 +67,7 @@ def torch_batches(samples, batch, steps, rank):
     """Return batches of a DataLoader, and what switches a way on."""
     from torch.utils.data import DataLoader
 
-    from paceline.store.feed.paced_workers import lower_priority, pacing_of
+    from paceline.store.feed.paced_workers import pacing_of
 
     order = range(rank, batch * RANKS * steps, RANKS)
     batches = iter(DataLoader(samples, batch, sampler=order, num_workers=2))
@@ -75,11 +75,8 @@ def torch_batches(samples, batch, steps, rank):
 
     def switch(way):
         pacing_of(batches).pacer.is_on = way in ("paced", "both")
-        for pid in pids:
-            if way in ("nice", "both"):
-                lower_priority(pid, NICE)
-            else:
-                os.setpriority(os.PRIO_PROCESS, pid, 0)
+        for pid in pids:  # upwards it needs a privilege
+            os.setpriority(os.PRIO_PROCESS, pid, NICE if way in ("nice", "both") else 0)
 
     return batches, switch
 

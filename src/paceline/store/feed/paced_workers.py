@@ -12,9 +12,7 @@ not indices (a new epoch, the end). Workers, order and results are those of torc
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 import threading
 import time
 import weakref
@@ -213,10 +211,3 @@ def _bytes_of(batch: Any) -> int:
         elif isinstance(item, list | tuple):
             ahead += item[:_MEASURED_ITEMS]
     return total
-
-
-def lower_priority(pid: int, nice: int) -> None:
-    """Have a worker process yield cores to the loop; it keeps a small share of them."""
-    with contextlib.suppress(OSError):  # it has ended, or has a lower priority already
-        if os.getpriority(os.PRIO_PROCESS, pid) < nice:
-            os.setpriority(os.PRIO_PROCESS, pid, nice)
