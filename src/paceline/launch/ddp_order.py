@@ -43,7 +43,7 @@ class ModelOrder:
 
     def __init__(self, group: Any) -> None:
         self._rank = dist.get_rank(group)
-        self._store = dist.PrefixStore("paceline/ddp-order", group.get_group_store())
+        self._store = _store_of(group)
         self._models: list[weakref.ref[Any]] = []
         self._hooks: list[Any] = []
         self._brought: list[int] = []  # model of each gradient of this pass
@@ -94,6 +94,7 @@ class ModelOrder:
         Raises:
             UsageError: this rank issues collectives in another order.
         """
+        assert self._store is not None
         key = str(len(self._compared))
         if self._rank == 0:
             self._store.set(key, json.dumps(brought))
@@ -133,6 +134,14 @@ def completed(brought: list[int]) -> list[int]:
     [0, 2, 1]
     """
     return list(reversed(dict.fromkeys(reversed(brought))))
+
+
+def _store_of(group: Any) -> Any:
+    """Return a store with keys of its own; None for a group without one, as MPI's."""
+    try:
+        return dist.PrefixStore("paceline/ddp-order", group.get_group_store())
+    except (RuntimeError, TypeError):
+        return None
 
 
 _groups: weakref.WeakKeyDictionary[Any, ModelOrder] = weakref.WeakKeyDictionary()
