@@ -53,12 +53,12 @@ class ModelOrder:
     def add(self, model: Any) -> None:
         """Take a model; with the second one, begin to look."""
         self._models.append(weakref.ref(model))
-        hooked = (
-            range(len(self._models))[-1:] if len(self._models) > 2 else range(2)
-        )  # two are several
-        if len(self._models) > 1:
-            for number in hooked:
-                self._hook(number)
+        count = len(self._models)
+        if self._store is None or count == 1:
+            return
+        if not self._hooks:
+            self._hook(0)
+        self._hook(count - 1)
 
     def _hook(self, number: int) -> None:
         model = self._models[number]()
