@@ -10,7 +10,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from paceline.runs.balance import BalanceAction
-from paceline.training.balance.controller import Controller, RankWindow
+from paceline.training.balance.controller import (
+    Controller,
+    RankWindow,
+    _medians_of_others,
+)
 
 EVERY = 5
 Slowness = Callable[[int, int], float]  # of a rank at a step, 1: as the others
@@ -207,6 +211,15 @@ def test_a_rank_that_stays_slow_is_reported_until_it_recovers():
     assert 100 < slow.since_step <= 110
     assert slow.ratio == pytest.approx(2, rel=0.2)
     assert World(hog, seed=4).run(400).controller.persistent == {}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_median_of_the_others_is_that(seed):
+    generator = random.Random(seed)
+    values = [float(generator.randint(0, 9)) for _ in range(generator.randint(2, 9))]
+    assert _medians_of_others(values) == [
+        statistics.median(values[:i] + values[i + 1 :]) for i in range(len(values))
+    ]
 
 
 def test_all_ranks_decide_alike():

@@ -233,8 +233,8 @@ class Controller:
         if len(times) < 2:
             return [1.0] * len(times)
         return [
-            times[rank] / max(1e-12, statistics.median(times[:rank] + times[rank + 1 :]))
-            for rank in range(len(times))
+            own / max(1e-12, others)
+            for own, others in zip(times, _medians_of_others(times), strict=True)
         ]
 
     def _is_above_noise(self, rank: int, windows: Sequence[RankWindow]) -> bool:
@@ -416,6 +416,18 @@ def cause_of(rank: int, windows: Sequence[RankWindow], fixed: float = 0.0) -> st
             return cause
     seconds["blocked"] = total - math.fsum(max(0.0, value) for value in seconds.values())
     return max(seconds, key=lambda cause: seconds[cause])
+
+
+def _medians_of_others(values: Sequence[float]) -> list[float]:
+    """Return for each value the median of the others, sorted once: there may be many ranks."""
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    ordered = [values[i] for i in order]
+    low, high = (len(values) - 2) // 2, (len(values) - 1) // 2  # of the others, in order
+    medians = [0.0] * len(values)
+    for place, i in enumerate(order):
+        middle = [ordered[at + (at >= place)] for at in (low, high)]
+        medians[i] = sum(middle) / 2
+    return medians
 
 
 def _joined(windows: Sequence[RankWindow]) -> RankWindow:
