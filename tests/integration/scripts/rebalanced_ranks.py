@@ -26,6 +26,9 @@ CASES = {
 }
 
 
+BALANCES = []  # kept to the end, as a run's is: its connections are not closed before the peers'
+
+
 class Kept(logging.Handler):
     def __init__(self):
         super().__init__()
@@ -38,6 +41,7 @@ class Kept(logging.Handler):
 def shared(folder, options):
     folder.mkdir(exist_ok=True)
     balance = ScriptBalance(folder, weights=(1, 0.5))
+    BALANCES.append(balance)
     kept = Kept()
     logging.getLogger("paceline.training.balance").addHandler(kept)
     balance.install()

@@ -88,7 +88,12 @@ class GlooExchange:
         return rows
 
     def host(self, rank: int) -> str:
-        """Return the name of a rank's node."""
+        """Return the name of a rank's node, or ``unknown`` without the script's store."""
         if rank not in self._hosts:
-            self._hosts[rank] = self._store.get(f"host-{rank}").decode()
+            try:
+                self._hosts[rank] = self._store.get(f"host-{rank}").decode()
+            except (
+                RuntimeError
+            ):  # the script has destroyed its process group, and the store with it
+                return "unknown"
         return self._hosts[rank]
