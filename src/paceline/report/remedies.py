@@ -53,7 +53,7 @@ LABELS = {
 }
 _LEAST_GAIN = 0.01  # of a step, to be worth a remedy
 # Settings of `paceline run` that are remedies.
-_SETTING = {"budget": BUDGET, "bind": BUDGET, "pace": PACING, "rebalance": REBALANCING}
+_SETTING = {"budget": BUDGET, "pace": PACING, "rebalance": REBALANCING}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
