@@ -14,7 +14,10 @@ processes of its own:
 The step time is that of the slower rank, with its wait for data; context switches are those of both
 ranks and their workers, all threads, per step.
 
-    python bench/imbalance.py --json [--quick] [--parts budget]
+pacing, rebalancing and simulated: see `imbalance_pacing.py`, `imbalance_rebalance.py` and
+`imbalance_simulated.py`, which can be run alone, too. `--quick` measures the budget on one model.
+
+    python bench/imbalance.py --json [--quick] [--parts budget pacing rebalancing simulated]
 """
 
 from __future__ import annotations
@@ -30,6 +33,9 @@ from pathlib import Path
 
 import numpy as np
 from harness import Report, options, run_sections
+from imbalance_pacing import PacingFailed, pacing_part
+from imbalance_rebalance import rebalancing_part
+from imbalance_simulated import simulated_part
 
 HERE = Path(__file__).parent
 RANKS = 2
@@ -140,13 +146,20 @@ def budget_bars(report, model, found):
                better / ours["median_s"], 1.05, at_least=True)  # fmt: skip
 
 
-PARTS = {"budget": budget_part}
+PARTS = {
+    "budget": budget_part,
+    "rebalancing": rebalancing_part,
+    "pacing": pacing_part,
+    "simulated": simulated_part,
+}
+QUICK_PARTS = ("budget",)
+FAILURES = (JobFailed, PacingFailed, subprocess.TimeoutExpired, subprocess.CalledProcessError)
 
 
 def main():
     asked = options(__doc__, "--parts")
     report = Report("imbalance", asked.json)
-    parts = asked.parts or tuple(PARTS)
+    parts = asked.parts or (QUICK_PARTS if asked.quick else tuple(PARTS))
     if unknown := set(parts) - set(PARTS):
         sys.exit(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if len(os.sched_getaffinity(0)) != RANKS:
@@ -155,7 +168,7 @@ def main():
             sys.exit("two cores are needed")
         os.sched_setaffinity(0, first)
     run_sections(parts, lambda name: PARTS[name](report, asked.quick), report,
-                 failures=(JobFailed, subprocess.TimeoutExpired))  # fmt: skip
+                 failures=FAILURES)  # fmt: skip
     sys.exit(report.print())
 
 

@@ -296,7 +296,7 @@ def even(report, data, quick):
     report.bar(f"even: runs of {count} with an action", acted, 0)
 
 
-def measure(report, *, quick):
+def rebalancing_part(report, quick):
     """Measure all parts; rows and bars go to the report."""
     rounds = 1 if quick else 5
     with tempfile.TemporaryDirectory() as folder:
@@ -328,7 +328,7 @@ def main():
         return
     asked = options(__doc__)
     report = Report("imbalance_rebalance", asked.json)
-    measure(report, quick=asked.quick)
+    rebalancing_part(report, asked.quick)
     sys.exit(report.print())
 
 

@@ -152,16 +152,12 @@ def record_all(steps):
 # --- forecasts -----------------------------------------------------------------------------------
 
 
-def main():
-    asked = options(__doc__, "--job")
-    if asked.job:
-        job(asked.job[0], int(asked.job[1]))
-        return
+def simulated_part(report, quick):
+    """Record the job, forecast from it and check; rows and bars go to the report."""
     from paceline.perf.imbalance import ForecastSettings, forecast_remedies
 
-    report = Report("imbalance_simulated", asked.json)
-    first, second, budgeted = record_all(QUICK_STEPS if asked.quick else STEPS)
-    draws = 50 if asked.quick else 200
+    first, second, budgeted = record_all(QUICK_STEPS if quick else STEPS)
+    draws = 50 if quick else 200
     for tail in ("measured", "pareto"):
         settings = ForecastSettings(tail=tail, draws=draws)
         found = forecast_remedies(first, None, settings)
@@ -184,7 +180,6 @@ def main():
                     ranks_wait=world.waiting,
                 )
     report.row(case="published", study="Pumma et al. 2020", remedy="four, not known", **PUBLISHED)
-    sys.exit(report.print())
 
 
 def show_measured(report, found, parts):
@@ -213,6 +208,16 @@ def check(report, found, second, budgeted):
     report.bar("forecast of a second recording, error (our bar)", abs(again), OWN_BAR)
     report.bar("forecast of steps that were held out, error (our bar)",
                abs(found.held_out_error), OWN_BAR)  # fmt: skip
+
+
+def main():
+    asked = options(__doc__, "--job")
+    if asked.job:
+        job(asked.job[0], int(asked.job[1]))
+        return
+    report = Report("imbalance_simulated", asked.json)
+    simulated_part(report, asked.quick)
+    sys.exit(report.print())
 
 
 if __name__ == "__main__":
