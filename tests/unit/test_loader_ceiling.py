@@ -137,7 +137,7 @@ def test_workers_that_keep_up_leave_the_hand_over(tmp_path):
     counts = torch_counts(batches=1, samples=8, fetch=1 * MS, collate=1 * MS, hand_over=3 * MS)
     found = ceiling_of(tmp_path, training(input_ms=3, work_ms=7, counts=counts))
     assert found.slowest == "hand over"
-    assert "but hand over 3.00 ms of each batch delay the loop" in loader_words(found)
+    assert "but the loop waits 3.00 ms to hand over each batch" in loader_words(found)
 
 
 def test_a_loader_that_costs_little_is_in_tables_alone(tmp_path):

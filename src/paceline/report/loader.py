@@ -56,7 +56,8 @@ def _limit(loader: LoaderCeiling) -> str:
     if not loader.workers:
         return f"it has no workers, so that the loop itself loads; its slowest stage is {what}"
     each = " on each rank" if loader.ranks > 1 else ""
-    workers = f"its {plural(loader.workers, 'worker')}{each} deliver at most "
+    delivers = "delivers" if loader.workers == 1 else "deliver"
+    workers = f"its {plural(loader.workers, 'worker')}{each} {delivers} at most "
     workers += rate_words(loader, loader.ceiling_per_s)
     wanted = rate_words(loader, loader.wanted_per_s)
     if loader.ceiling_per_s < loader.wanted_per_s:
@@ -64,8 +65,8 @@ def _limit(loader: LoaderCeiling) -> str:
     enough = f"{workers}, enough for the {wanted} of the steps"
     in_turn = [stage for stage in loader.stages if stage.stage in IN_TURN]
     if sum(stage.seconds for stage in in_turn) >= loader.saving_s / 2:
-        parts = " and ".join(f"{stage.stage} {format_seconds(stage.seconds)}" for stage in in_turn)
-        return f"{enough}, but {parts} of each batch delay the loop"
+        times = [f"{format_seconds(stage.seconds)} to {stage.stage}" for stage in in_turn]
+        return f"{enough}, but the loop waits {' and '.join(times)} each batch"
     return f"{enough}, but batches come unevenly"
 
 

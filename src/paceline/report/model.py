@@ -302,7 +302,6 @@ def gather(run: Path, *, in_detail: bool = False, question: RemedyQuestion | Non
         shift_words(analysis.shifts),
         *(spilling_words(spilled), disk_words(result), data_words(data)),
         *(balance_words(result.balance if result else None), *gaps, rule),
-        *(spilling_words(spilled), disk_words(result), data_words(data), *gaps, rule),
         tune_words(tuned),
     ]
     machine = folder.read_record(Machine, "machine.json")
