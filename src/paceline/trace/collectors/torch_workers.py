@@ -181,6 +181,8 @@ class _NotedCollate:
         self._timer.kind.attempt(self._timer.fetched, data, self._is_list)
         return self._original(data)
 
+    internals.calls_the_script(__call__)
+
 
 class _NotedQueue:
     """A worker's queue of batches, which notes when a batch is put into it."""
@@ -224,6 +226,8 @@ class WorkerLoop:
         """Run a worker, with the arguments that torch gives to its own function."""
         noted = self._timer.kind.attempt(self._timed, args)
         self._original(*(args if noted is None else noted))
+
+    internals.calls_the_script(__call__)
 
     def _timed(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         self._timer.row = None
