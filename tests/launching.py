@@ -76,10 +76,16 @@ class Launched:
         return self
 
     def kill(self) -> None:
-        """Kill all processes of this run."""
-        for pid in self.running():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, 9)
+        """Kill all processes of this run, and those that they started meanwhile."""
+
+        def kill_those_seen() -> bool:
+            seen = self.running()
+            for pid in seen:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, 9)
+            return not seen
+
+        await_true(kill_those_seen, "all processes to be killed")
 
     def running(self) -> list[int]:
         """Return the processes of this run that still run: all of them carry its mark."""

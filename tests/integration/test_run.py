@@ -52,7 +52,7 @@ def test_the_result_is_as_designed(digits):
     assert 0 < result["step_time_s"] < result["loop_wall_s"]
     assert set(result) == {
         *("version", "kind", "exit_code", "world_size", "step_time_s", "loop_wall_s"),
-        *("ranks", "straggler", "failure", "stragglers", "shifts", "step_rule", "nan"),
+        *("ranks", "straggler", "failure", "stragglers", "shifts", "step_rule", "nan", "balance"),
     }
     for number, rank in enumerate(result["ranks"]):
         assert rank["rank"] == number
