@@ -113,7 +113,7 @@ def test_a_taken_folder_is_refused_by_all_tasks(tmp_path):
     run = tmp_path / "RUN"
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert sorted(task.name for task in run.iterdir()) == [
-        *("config.json", "machine.json", "result.json", "trace", "versions.json")
+        *("budget.json", "config.json", "machine.json", "result.json", "trace", "versions.json")
     ]
     for task in [task.wait() for task in tasks(tmp_path, TRAIN)]:
         assert task.code == 2, task.err
