@@ -54,7 +54,7 @@ class TokenBucket:
         return missing / self.rate_bytes_per_s if self.rate_bytes_per_s > 0 else NEXT_EVENT_S
 
     def take(self, size_bytes: float, now_s: float) -> None:
-        """Take tokens, also those that are not there: later ones wait for them."""
+        """Take tokens, and owe up to one capacity of those that are not there."""
         self._fill(now_s)
         self._tokens = max(self._tokens - size_bytes, -self.capacity_bytes)
 
