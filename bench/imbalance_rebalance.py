@@ -11,8 +11,11 @@ Two ranks on a core each train a CNN with DistributedDataParallel on gloo, by tu
 - quota: rank 1 has 60 % of its core, by a quota of its control group (or, without one, by being
   stopped for 40 % of the time), from the start. Throughput against the sum of what the two ranks
   reach, and how far the loss curve is from that of equal shares.
-- even: nothing disturbs. What the hooks cost: in one job, epochs with and without them by turns.
-  And how many of 100 jobs see an action.
+- even: nothing disturbs. What rebalancing costs: in one job, neighbouring epochs with and without
+  its hooks, in an order drawn for each pair; CPU time of a step (mean of the ranks, all threads),
+  with the share of the exchanges between ranks. Beside it the control, pairs without hooks on
+  either side, and wall time. And how many of 100 jobs see an action, although their cores were
+  equally fast: a loop of fixed length in each step of each rank tells it.
 
     python bench/imbalance_rebalance.py --json [--quick]
 """
@@ -21,8 +24,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -30,11 +35,14 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 from harness import Report, median_interval, options, run_sections, tell
 
-RANKS, BATCH = 2, 32
+RANKS, BATCH = 2, 128  # 128: as CIFAR-10 is usually trained; of a step with 32, half is fixed
 STEPS, DISTURBED_FROM, SETTLED = 140, 40, 60  # of a job; steps after which shares have settled
+EPOCH, WARM = 50, 10  # steps of an epoch of the job whose hooks are taken out; that do not count
 QUOTA = 0.6
+EVEN_CORES = 1.1
 FOUND_WITHIN, RECOVERED, IDEAL, OVERHEAD = 20, 0.7, 0.9, 0.01
 CAUSES = {"hog": "not_running", "disk": "data"}
 DEADLINE_S = 600
@@ -79,6 +87,25 @@ def hog():
     return process
 
 
+def core_s():
+    """Return the seconds of a loop of fixed length: how fast this rank's core is now."""
+    begin_s, count = time.perf_counter(), 0
+    while count < 3000:
+        count += 1
+    return time.perf_counter() - begin_s
+
+
+def pairs_of_epochs():
+    """Yield for each pair of epochs whether the first and the second have hooks; all ranks alike.
+
+    The first pair warms up. Every third one after it is of the control.
+    """
+    drawn = random.Random(0)
+    yield True, True
+    for number in itertools.count():
+        yield (False, False) if number % 3 == 2 else drawn.choice(((True, False), (False, True)))
+
+
 def train(given):
     """Train in a rank, and write what each step took and what it lost."""
     import torch
@@ -93,7 +120,7 @@ def train(given):
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
-    per_epoch = 40 if given.paused else 100
+    per_epoch = EPOCH if given.paused else 100
     data = File(given.data, per_epoch * RANKS * BATCH)
     sampler = DistributedSampler(data, seed=1)
     loader = DataLoader(data, batch_size=BATCH, sampler=sampler)
@@ -107,13 +134,16 @@ def train(given):
 
         balance = ScriptBalance(Path(given.out))
         balance.install()
-    seconds, losses, is_on, other = [], [], [], None
+    with_hooks = itertools.chain.from_iterable(pairs_of_epochs())
+    seconds, cpu, losses, cores, other = [], [], [], [], None
     epoch = 0
-    last_s = time.perf_counter()
+    last_s, last_cpu_s = time.perf_counter(), time.process_time()
     while len(seconds) < given.steps:
         sampler.set_epoch(epoch)
         if balance is not None:
-            (balance.hooks.remove if epoch % 2 else balance.hooks.put_back)()
+            changes = [balance.hooks.remove, balance.hooks.put_back]
+            for change in changes if next(with_hooks) else reversed(changes):
+                change()  # both, so that each epoch begins after the same
         for images, labels in loader:
             if len(seconds) == given.disturbed and rank == 1:
                 if given.case == "hog":
@@ -126,18 +156,19 @@ def train(given):
             loss.backward()
             optimizer.step()
             losses.append((loss.item() * len(labels), len(labels)))
-            now_s = time.perf_counter()
+            cores.append(core_s())
+            now_s, cpu_s = time.perf_counter(), time.process_time()
             seconds.append(now_s - last_s)
-            is_on.append(epoch % 2 == 0)
-            last_s = now_s
+            cpu.append(cpu_s - last_cpu_s)
+            last_s, last_cpu_s = now_s, cpu_s
             if len(seconds) == given.steps:
                 break
         epoch += 1
-        last_s = time.perf_counter()
+        last_s, last_cpu_s = time.perf_counter(), time.process_time()
     if other is not None:
         other.kill()
         other.wait()
-    said = {"seconds": seconds, "losses": losses, "on": is_on}
+    said = {"seconds": seconds, "cpu": cpu, "losses": losses, "cores": cores}
     Path(given.out, f"said-{rank}.json").write_text(json.dumps(said))
     dist.destroy_process_group()
 
@@ -168,8 +199,9 @@ def job(data, case, *, steps=STEPS, rebalance=(), disturbed=DISTURBED_FROM, grou
     curve = [sum(loss for loss, _ in step) / sum(count for _, count in step) for step in curves]
     actions = balance.actions if balance is not None else ()
     nodes = balance.slow_nodes if balance is not None else ()
-    return {"seconds": ranks[0]["seconds"], "curve": curve, "actions": actions, "nodes": nodes,
-            "on": ranks[0]["on"]}  # fmt: skip
+    cpu = [statistics.mean(step) for step in zip(*(rank["cpu"] for rank in ranks), strict=True)]
+    return {"seconds": ranks[0]["seconds"], "cpu": cpu, "curve": curve, "actions": actions,
+            "nodes": nodes, "cores": [rank["cores"] for rank in ranks]}  # fmt: skip
 
 
 def ideal_s(clean_s, slow_s):
@@ -273,32 +305,61 @@ def uneven(report, data, rounds):
 
 def even(report, data, quick):
     """Measure what rebalancing costs where there is nothing to do, and whether it does nothing."""
-    ratios = []
-    for _ in range(1 if quick else 4):
-        done = job(data, "even", steps=240 if quick else 800, paused=True)
-        blocks = [done["seconds"][at + 2 : at + 40] for at in range(0, len(done["seconds"]), 40)]
-        pairs = zip(blocks[2::2], blocks[3::2], strict=False)  # the first two warm up
-        pair = [statistics.median(on) / statistics.median(off) - 1 for on, off in pairs]
-        ratios.append(pair)
-        report.row(case="overhead", pairs=len(pair), median=statistics.median(pair))
-    median, low, high = median_interval(ratios)
-    report.row(case="overhead, all", median=median, low=low, high=high)
-    report.bar("even: overhead of a step, median", median, OVERHEAD)
-    acted = 0
+    kinds = {"on": {"cpu": [], "seconds": []}, "nothing": {"cpu": [], "seconds": []}}
+    count = 8 if quick else 30
+    for _ in range(1 if quick else 3):
+        done = job(data, "even", steps=2 * EPOCH * (count + 1), paused=True)
+        for clock in ("cpu", "seconds"):
+            steps = np.reshape(done[clock], (count + 1, 2, EPOCH))[1:, :, WARM:]
+            # A step in ten exchanges figures: the median of every tenth step, then their mean.
+            turns = np.reshape(steps, (count, 2, (EPOCH - WARM) // 10, 10))
+            steps = np.median(turns, axis=2).mean(axis=2)
+            shares_of = {"on": [], "nothing": []}
+            pairs = itertools.islice(pairs_of_epochs(), 1, count + 1)
+            for (first, second), pair in zip(steps, pairs, strict=True):
+                # Of a pair without hooks either side may stand for the one with them.
+                swapped = pair[1] and not pair[0]
+                share = first / second - 1 if not swapped else second / first - 1
+                shares_of["on" if any(pair) else "nothing"].append(share)
+            for kind, values in shares_of.items():
+                kinds[kind][clock].append(values)
+    figures = {}
+    for kind, clock in itertools.product(kinds, ("cpu", "seconds")):
+        median, low, high = figures[kind, clock] = median_interval(kinds[kind][clock])
+        report.row(case="overhead", pairs="with hooks and without" if kind == "on" else "control",
+                   clock="cpu" if clock == "cpu" else "wall", median=median, low=low,
+                   high=high)  # fmt: skip
+    _, low, high = figures["nothing", "cpu"]
+    report.bar("even: overhead of a step, CPU time", figures["on", "cpu"][0], OVERHEAD,
+               reason=f"nothing against nothing: {low:.2g} to {high:.2g}")  # fmt: skip
+    acted = uneven_cores = 0
     count = 3 if quick else 100
     for number in range(count):
-        done = job(data, "even", steps=60, rebalance=("--rebalance",))
-        if done["actions"]:
+        done = job(data, "even", steps=40, rebalance=("--rebalance",))
+        if not done["actions"]:
+            continue
+        differ = cores_differ(done["cores"], done["actions"][0].step)
+        if differ > EVEN_CORES:
+            uneven_cores += 1
+        else:
             acted += 1
-            report.row(case="an action in an even run", run=number,
-                       actions=[action.to_json() for action in done["actions"]])  # fmt: skip
-    report.row(case="even runs", runs=count, with_an_action=acted)
-    report.bar(f"even: runs of {count} with an action", acted, 0)
+        report.row(case="an action in an even run", run=number, cores_differ=differ,
+                   actions=[action.to_json() for action in done["actions"]])  # fmt: skip
+    report.row(case="even runs", runs=count, with_an_action=acted, on_uneven_cores=uneven_cores)
+    report.bar(f"even: runs of {count} with an action on even cores", acted, 0,
+               reason=f"{uneven_cores} more, on cores of which one was slower")  # fmt: skip
+
+
+def cores_differ(cores, step):
+    """Return by which factor a rank's core was slower than the other's before an action."""
+    slow, fast = sorted((statistics.median(rank[max(0, step - 10) : step]) for rank in cores),
+                        reverse=True)  # fmt: skip
+    return slow / fast
 
 
 def rebalancing_part(report, quick):
     """Measure all parts; rows and bars go to the report."""
-    rounds = 1 if quick else 5
+    rounds = 1 if quick else 3
     with tempfile.TemporaryDirectory() as folder:
         data = f"{folder}/images"
         size = 100 * RANKS * BATCH * 3 * 32 * 32

@@ -16,7 +16,6 @@ from paceline.training.balance.controller import (
     _medians_of_others,
 )
 
-EVERY = 5
 Slowness = Callable[[int, int], float]  # of a rank at a step, 1: as the others
 
 
@@ -58,7 +57,7 @@ class World:
             self.step_s.append(max(now) + self.exchange_s)
             for rank, seconds in enumerate(now):
                 busy[rank].append(seconds)
-            if step % EVERY:
+            if step % self.controller.every:
                 continue
             windows = []
             for rank in range(self.ranks):
@@ -66,12 +65,12 @@ class World:
                 spread = statistics.median(abs(value - middle) for value in busy[rank])
                 windows.append(
                     RankWindow(
-                        steps=EVERY,
+                        steps=len(busy[rank]),
                         generation=generation if len(generations) == 1 else -1,
                         samples=samples[rank],
                         busy_s=middle,
                         spread_s=spread,
-                        step_s=statistics.median(self.step_s[-EVERY:]),
+                        step_s=statistics.median(self.step_s[-len(busy[rank]) :]),
                         running_s=middle,
                     )
                 )
@@ -188,7 +187,7 @@ def test_ranks_of_different_speed_get_shares_of_it():
 
 def test_speeds_that_are_given_are_the_shares_from_the_first_exchange_on():
     world = World(lambda rank, _: (1.0, 1 / 0.6)[rank], weights=(1, 0.6), fixed=0.0).run(200)
-    assert [(action.kind, action.step) for action in world.actions[:1]] == [("restored", EVERY)]
+    assert [(action.kind, action.step) for action in world.actions[:1]] == [("restored", 5)]
     assert world.actions[0].new_samples == (40, 24)
     assert "rebalanced" not in world.kinds()
 

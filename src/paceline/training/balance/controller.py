@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 # of a median over that of a mean.
 _SIGMA_OF_MAD = 1.4826
 _MEDIAN_ERROR = 1.2533
+_EVERY = 5  # batches from one exchange to the next, while something is going on
+_EVERY_QUIET = 10  # and while nothing is; a multiple, so that a window begins where another ended
 _ERRORS = 8  # windows over which the noise is averaged
 _LEAST_CHANGE = 0.1  # of a rank's samples, to learn from what its time became
 _NEARLY_EQUAL = 1.02  # of the shortest time: equal shares, which need no weights, are as good
@@ -195,6 +197,12 @@ class Controller:
         self._change(in_proportion(sum(before), weights, self._least))
         return [self._action("restored", windows, step, before=before, new_samples=self.samples)]
 
+    @property
+    def every(self) -> int:
+        """Batches from one exchange of the ranks' windows to the next; the same on all ranks."""
+        is_quiet = not (self.slow or self._running or self._trial or self._wanted)
+        return _EVERY_QUIET if is_quiet else _EVERY
+
     # --- who is slow ------------------------------------------------------------------------------
 
     def _note_slow(self, windows: Sequence[RankWindow], step: int) -> list[BalanceAction]:
@@ -247,7 +255,7 @@ class Controller:
     def _noise_s(self, windows: Sequence[RankWindow]) -> float:
         """Return the standard error of the ranks' times.
 
-        Five steps tell little about it: their median deviation is small by chance now and then, so
+        A few steps tell little about it: their median deviation is small by chance now and then, so
         that the mean over the last windows counts where it is larger.
         """
         latest = statistics.fmean(self._errors_s) if self._errors_s else 0.0
@@ -260,11 +268,15 @@ class Controller:
         slowest = _slowest(windows)
         if self._running and _slowest(self._running[-1]) != slowest:
             self._running.clear()
-        samples, gain_s = self._best(windows)
-        step_s = _step_s(windows)
         least_s = max(
-            self.rules.least_gain * step_s, self.rules.noise_factor * self._noise_s(windows)
+            self.rules.least_gain * _step_s(windows),
+            self.rules.noise_factor * self._noise_s(windows),
         )
+        # No shares are ready before the rank that is ready first with these: where ranks are even,
+        # nothing is to be divided.
+        busy_s = [window.busy_s for window in windows]
+        is_worth_it = max(busy_s) - min(busy_s) > least_s
+        samples, gain_s = self._best(windows) if is_worth_it else (self.samples, 0.0)
         if samples == self.samples or gain_s <= least_s:
             self._running.clear()
             return []
@@ -280,8 +292,9 @@ class Controller:
         before, step_s = self.samples, _step_s(joined)
         predicted_s = step_s - gain_s
         self._change(samples)
-        busy_s = tuple(window.busy_s for window in joined)
-        self._trial = _Change(before, busy_s, step_s, predicted_s, [])
+        self._trial = _Change(
+            before, tuple(window.busy_s for window in joined), step_s, predicted_s, []
+        )
         return [
             self._action(
                 "rebalanced",

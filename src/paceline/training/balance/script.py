@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-EVERY = 5  # batches from one exchange to the next
 _LEAST_STEPS = 3  # measured, before a window ends
 _SEVERAL = 3  # steps that take batches of several loaders, to be sure that it is no evaluation
 _PATIENCE = 20  # backward passes without a loader that can be rebalanced, before that is said
@@ -193,7 +192,8 @@ class ScriptBalance:
         self._step += 1
         self._has_ended = False
         self._stopwatch.got_batch(waited_s)
-        if self._step % EVERY == 0 and not self._is_off:
+        assert self._controller is not None
+        if self._step % self._controller.every == 0 and not self._is_off:
             self._start(batches)
         self._generations.add(batches.current().generation)
 
