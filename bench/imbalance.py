@@ -128,9 +128,11 @@ def budget_part(report, quick):
             for contender, figures in found.items():
                 report.row(part="budget", model=model, contender=contender, jobs=rounds, **figures)
             budget_bars(report, model, found)
-            losses = [job["losses"] for made in jobs.values() for job in made]
+            # With two threads sums are rounded in another order, which training amplifies.
+            losses = [job["losses"] for contender, made in jobs.items()
+                      for job in made if contender != "unset"]  # fmt: skip
             apart = max(float(np.max(np.abs(np.subtract(losses[0], own)))) for own in losses)
-            report.bar(f"{model}: losses differ at most by", apart, 1e-3)
+            report.bar(f"{model}: losses of all jobs of one thread differ at most by", apart, 0.0)
 
 
 def budget_bars(report, model, found):
