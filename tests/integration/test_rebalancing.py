@@ -34,7 +34,7 @@ def same_weights(one, other):
     torch.testing.assert_close(*tensors, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("case", ["plain", "workers", "accumulation", "prepared"])
+@pytest.mark.parametrize("case", ["plain", "workers", "accumulation", "accelerated", "prepared"])
 def test_weights_are_those_of_equal_shares(loops, case):
     folder, cases = loops
     plain, shared = ([rank[kind] for rank in cases[case]] for kind in ("plain", "shared"))

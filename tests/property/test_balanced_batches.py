@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from torch.utils.data import BatchSampler, DistributedSampler  # noqa: E402
+from accelerate.data_loader import BatchSamplerShard  # noqa: E402
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler  # noqa: E402
 
 from paceline.training.balance.batches import (  # noqa: E402
     BalancedLoader,
@@ -70,7 +71,7 @@ def test_a_step_has_the_samples_of_the_scripts_own_sampler(
     for epoch in (1, 2):
         for own in (*theirs, *(loader.batch_sampler for loader in loaders)):
             own.sampler.set_epoch(epoch)
-        ours = [loader.batches(iter(loader.batch_sampler)) for loader in loaders]
+        ours = [loader.batches(BatchSampler.__iter__) for loader in loaders]
         expected = list(zip(*theirs, strict=True))
         shares = loaders[0].shares_at(BatchPlace(epoch, 0))
         for number, batches in enumerate(expected):
@@ -90,6 +91,60 @@ def test_a_step_has_the_samples_of_the_scripts_own_sampler(
                 weight = own.current().weight(rank)
                 count = sum(map(len, drawn))
                 assert math.isclose(weight, ranks * len(drawn[rank]) / count)
+        assert [next(own, None) for own in ours] == [None] * ranks
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.integers(1, 120),
+    ranks=st.integers(1, 5),
+    batch=st.integers(2, 9),
+    split=st.booleans(),
+    drop_last=st.booleans(),
+    change=st.integers(0, 6),
+    randoms=st.randoms(),
+)
+def test_a_step_has_the_samples_of_accelerates_shards(
+    data, ranks, batch, split, drop_last, change, randoms
+):
+    def shards():
+        generators = [torch.Generator().manual_seed(5) for _ in range(ranks)]
+        return [
+            BatchSamplerShard(
+                BatchSampler(
+                    RandomSampler(range(data), generator=generator),
+                    batch * (ranks if split else 1),
+                    drop_last,
+                ),
+                ranks,
+                rank,
+                split_batches=split,
+            )
+            for rank, generator in enumerate(generators)
+        ]
+
+    theirs, loaders = shards(), [BalancedLoader(own) for own in shards()]
+    samples = in_proportion(ranks * batch, [randoms.uniform(0.3, 3) for _ in range(ranks)])
+    for epoch in (1, 2):
+        ours = [loader.batches(BatchSamplerShard.__iter__) for loader in loaders]
+        steps = list(zip(*theirs, strict=True))
+        for number, batches in enumerate(steps):
+            if epoch == 1 and number == change:
+                for loader in loaders:
+                    loader.put_in_force(Shares(1, samples), BatchPlace(1, number))
+            drawn = [next(own) for own in ours]
+            assert sorted(itertools.chain(*drawn)) == sorted(itertools.chain(*batches))
+            is_full = (number + 1) * ranks * batch <= data
+            is_divided = is_full and (change < len(steps) if epoch == 2 else number >= change)
+            assert drawn == list(batches) or is_divided
+            if is_divided:
+                assert tuple(map(len, drawn)) == samples
+            # The loop takes the next batch, or finds that there is none, before it uses this one.
+            for rank, own in enumerate(ours):
+                own.delivered = min(number + 2, len(steps))
+                own.has_ended = number + 1 == len(steps)
+                weight = own.current().weight(rank)
+                assert math.isclose(weight, ranks * len(drawn[rank]) / sum(map(len, drawn)))
         assert [next(own, None) for own in ours] == [None] * ranks
 
 

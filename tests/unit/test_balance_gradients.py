@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
@@ -19,6 +20,14 @@ def hooks():
     registry = HookRegistry()
     yield registry
     registry.remove()
+
+
+@pytest.fixture
+def single_rank():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -135,7 +144,11 @@ def logits():
         (lambda x: x.square().sum(), True),
         (lambda x: x.square().sum(dim=1).sum(), True),
         (lambda x: x.square().mean(), False),
-        (lambda x: x.square().sum() / 6, False),
+        (lambda x: x.square().sum() / 6, True),  # of this rank, or of all? it does not show
+        (lambda x: 2 * x.square().sum() / torch.tensor(12.0), True),
+        (lambda x: torch.tensor(2.0) * -x.square().sum().to(torch.float64), True),
+        (lambda x: x.square().mean() / 4, False),
+        (lambda x: x.square().mean() * torch.tensor(65536.0), False),
         (lambda x: x.square().mean() + 0.1 * x.square().sum(), False),  # a penalty, not a loss
         (lambda x: x.square().mean() + x.abs().sum(), True),
         (lambda x: torch.stack([x.mean(), x.std()]).sum(), False),
@@ -143,3 +156,27 @@ def logits():
 )
 def test_a_loss_that_adds_samples_up_is_seen(loss, adds_up):
     assert adds_samples_up(loss(logits()), 6) is adds_up
+
+
+class WithLoss(nn.Module):
+    """A model that computes its loss itself, of tokens of all ranks, as transformers do."""
+
+    def __init__(self, reduction):
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.reduction = reduction
+
+    def forward(self, x):
+        outputs = self.layer(x)
+        labels = torch.zeros(6, dtype=torch.long)
+        loss = nn.functional.cross_entropy(outputs, labels, reduction=self.reduction)
+        return {"logits": outputs, "loss": loss / 12}
+
+
+@pytest.mark.usefixtures("single_rank")
+@pytest.mark.parametrize(("reduction", "adds_up"), [("sum", True), ("mean", False)])
+def test_a_loss_within_a_distributed_model_is_seen(reduction, adds_up):
+    model = nn.parallel.DistributedDataParallel(WithLoss(reduction), find_unused_parameters=True)
+    loss = model(logits().detach())["loss"]
+    assert loss.grad_fn.name() == "_DDPSinkBackward"
+    assert adds_samples_up(2 * loss, 6) is adds_up

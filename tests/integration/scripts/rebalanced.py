@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 
@@ -38,14 +38,39 @@ def one_ahead(loader):
     yield held
 
 
+def accelerated(data, workers):
+    """Return a loader as accelerate, and so the Trainer of Hugging Face, prepare it."""
+    from accelerate.data_loader import prepare_data_loader
+
+    generator = torch.Generator().manual_seed(5)
+    sampler = RandomSampler(data, generator=generator)
+    loader = DataLoader(data, batch_size=8, sampler=sampler, num_workers=workers)
+    return prepare_data_loader(
+        loader,
+        num_processes=dist.get_world_size(),
+        process_index=dist.get_rank(),
+        put_on_device=False,
+    )
+
+
 def train(
-    *, workers=0, accumulate=1, slow=None, loss="mean", ahead=False, prepared=False, epochs=2
+    *,
+    workers=0,
+    accumulate=1,
+    slow=None,
+    loss="mean",
+    ahead=False,
+    prepared=False,
+    accelerate=False,
+    epochs=2,
 ):
     """Train on two ranks; return this rank's samples of each step, and the weights."""
     torch.manual_seed(0)
     data = Samples(490)
     sampler = DistributedSampler(data, seed=5)
     loader = DataLoader(data, batch_size=8, sampler=sampler, num_workers=workers)
+    if accelerate:
+        loader = accelerated(data, workers)
     held_out = DataLoader(data, batch_size=16, sampler=DistributedSampler(data, shuffle=False))
     model = nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 5)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -20,6 +20,7 @@ CASES = {
     "plain": {},
     "workers": {"workers": 2},
     "accumulation": {"accumulate": 2},
+    "accelerated": {"accelerate": True, "workers": 2},
     "sum": {"loss": "sum"},
     "ahead": {"ahead": True},
     "prepared": {"prepared": True},  # last: from then on this process weighs gradients itself

@@ -1,5 +1,7 @@
 """Batches of unequal sizes from an unchanged DataLoader with a DistributedSampler.
 
+Or with accelerate's BatchSamplerShard, as Hugging Face's Trainer has it.
+
 The samples of a step are those of the script's own sampler: the union of all ranks' batches, rank
 after rank. A rank takes as many of them as its share says, so that equal shares are the batches of
 the script itself, and with any shares a step trains on the same samples as without::
@@ -15,14 +17,15 @@ exchange how far each has come.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, NamedTuple
+import itertools
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DistributedSampler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 _SEVERAL_PASSES = 64  # ranks up to which a sampler of one's own is asked once for each of them
 
@@ -50,6 +53,10 @@ class Shares(NamedTuple):
 class BalancedLoader:
     """The shares of one batch sampler, over all of its epochs.
 
+    Args:
+        batch_sampler: of the loader: a BatchSampler over a DistributedSampler, or a
+            BatchSamplerShard.
+
     Attributes:
         batch_sampler: of the loader.
         batch: samples of a rank's batch, as the script asks for it.
@@ -58,25 +65,30 @@ class BalancedLoader:
         epochs: how many iterators it has had.
     """
 
-    def __init__(self, batch_sampler: BatchSampler) -> None:
-        sampler = batch_sampler.sampler
-        assert isinstance(sampler, DistributedSampler)
+    def __init__(self, batch_sampler: Any) -> None:
         self.batch_sampler = batch_sampler
         self.batch = batch_sampler.batch_size
-        self.ranks = sampler.num_replicas
-        self.rank = sampler.rank
+        if is_shard(batch_sampler):
+            self.ranks, self.rank = batch_sampler.num_processes, batch_sampler.process_index
+            if batch_sampler.split_batches:
+                self.batch //= self.ranks
+        else:
+            sampler = batch_sampler.sampler
+            assert isinstance(sampler, DistributedSampler)
+            self.ranks, self.rank = sampler.num_replicas, sampler.rank
         self.epochs = 0
         self._begins: list[tuple[BatchPlace, Shares]] = [(BatchPlace(0, 0), Shares())]
 
-    def batches(self, original: Iterator[list[Any]]) -> BalancedBatches:
+    def batches(self, original: Callable[[Any], Iterator[list[Any]]]) -> BalancedBatches:
         """Return the batches of the next epoch.
 
         Args:
-            original: the script's own batches of this rank.
+            original: returns the batches of a batch sampler, as its class iterates over them.
         """
         self.epochs += 1
-        sampler: DistributedSampler[Any] = self.batch_sampler.sampler
-        return BalancedBatches(self, self.epochs, original, copy.copy(sampler))
+        if is_shard(self.batch_sampler):
+            return BalancedBatches(self, ShardEpoch(self.batch_sampler, original), ahead=1)
+        return BalancedBatches(self, SamplerEpoch(self.batch_sampler, original), ahead=0)
 
     def put_in_force(self, shares: Shares, place: BatchPlace) -> None:
         """Have shares hold from a batch on, which no rank has drawn."""
@@ -96,76 +108,174 @@ class BalancedLoader:
         return next(shares for begin, shares in reversed(self._begins) if begin <= place)
 
 
+class Epoch(Protocol):
+    """An epoch of a batch sampler; each call takes a step.
+
+    Attributes:
+        full_steps: how many steps from the first one have full batches on all ranks.
+    """
+
+    full_steps: int
+
+    def own(self) -> list[Any]:
+        """Return the samples of this rank, as the script divides them."""
+
+    def part(self, begin: int, end: int) -> list[Any]:
+        """Return samples `begin` to `end` of all ranks' together; of full batches only."""
+
+
+class SamplerEpoch:
+    """An epoch over a DistributedSampler: the lists of all ranks follow from epoch and rank."""
+
+    def __init__(
+        self, batch_sampler: BatchSampler, original: Callable[[Any], Iterator[list[Any]]]
+    ) -> None:
+        # As it is at the beginning of the epoch: the script may set the next one.
+        self._sampler: DistributedSampler[Any] = copy.copy(batch_sampler.sampler)
+        self._batch = batch_sampler.batch_size
+        self._drop_last = batch_sampler.drop_last
+        self._original: Iterator[list[Any]] | None = original(batch_sampler)
+        self._of_ranks: list[Sequence[Any]] = []
+        self._step = 0
+        self.full_steps = len(self._sampler) // self._batch
+
+    def own(self) -> list[Any]:
+        """Return the samples of this rank, as the script divides them."""
+        if self._original is not None:
+            batch = next(self._original)
+        else:
+            begin = self._step * self._batch
+            size = min(self._batch, len(self._sampler) - begin)
+            if size <= 0 or (size < self._batch and self._drop_last):
+                raise StopIteration
+            own = self._of_ranks[self._sampler.rank]
+            batch = [_plain(index) for index in own[begin : begin + size]]
+        self._step += 1
+        return batch
+
+    def part(self, begin: int, end: int) -> list[Any]:
+        """Return samples `begin` to `end` of all ranks' together; of full batches only."""
+        if self._original is not None:
+            self._original = None
+            self._of_ranks = lists_of_ranks(self._sampler)
+        first, size = self._step * self._batch, self._batch
+        self._step += 1
+        return [
+            _plain(self._of_ranks[place // size][first + place % size])
+            for place in range(begin, end)
+        ]
+
+
+class ShardEpoch:
+    """An epoch over a BatchSamplerShard: each rank draws the batches of all ranks.
+
+    The shard's own loop and ours read the same batches in step with each other.
+    """
+
+    def __init__(self, shard: Any, original: Callable[[Any], Iterator[list[Any]]]) -> None:
+        inner = shard.batch_sampler
+        theirs, self._all = itertools.tee(iter(inner))
+        replayed = copy.copy(shard)
+        replayed.batch_sampler = _Replayed(theirs, inner)
+        self._original = original(replayed)
+        self._drawn_together = 1 if shard.split_batches else shard.num_processes
+        self.full_steps = len(inner.sampler) // (self._drawn_together * inner.batch_size)
+
+    def own(self) -> list[Any]:
+        """Return the samples of this rank, as the script divides them."""
+        batch = next(self._original)
+        self._together()
+        return batch
+
+    def part(self, begin: int, end: int) -> list[Any]:
+        """Return samples `begin` to `end` of all ranks' together; of full batches only."""
+        next(self._original)
+        return list(itertools.chain.from_iterable(self._together()))[begin:end]
+
+    def _together(self) -> list[list[Any]]:
+        return list(itertools.islice(self._all, self._drawn_together))
+
+
+class _Replayed:
+    """A batch sampler over batches that are drawn already."""
+
+    def __init__(self, batches: Iterator[list[Any]], drawn_from: BatchSampler) -> None:
+        self._batches = batches
+        self.batch_size = drawn_from.batch_size
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self._batches
+
+
 class BalancedBatches:
     """The batches of one epoch, as an iterator over lists of indices.
+
+    Args:
+        loader: whose they are.
+        epoch: the script's own batches.
+        ahead: how many batches the loop takes before it uses the first, until there are no more.
 
     Attributes:
         loader: whose they are.
         drawn: how many were taken, also ahead by loader workers.
         delivered: how many the script got.
+        has_ended: whether the script has found that there are no more.
     """
 
-    def __init__(
-        self,
-        loader: BalancedLoader,
-        epoch: int,
-        original: Iterator[list[Any]],
-        sampler: DistributedSampler[Any],
-    ) -> None:
+    def __init__(self, loader: BalancedLoader, epoch: Epoch, *, ahead: int) -> None:
         self.loader = loader
         self.drawn = 0
         self.delivered = 0
+        self.has_ended = False
         self._epoch = epoch
-        self._original: Iterator[list[Any]] | None = original
-        self._sampler = sampler  # as it was at the beginning: the script may set the next epoch
-        self._of_ranks: list[Sequence[Any]] = []
-        self._drop_last = loader.batch_sampler.drop_last
+        self._number = loader.epochs
+        self._ahead = ahead
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self
 
     def __next__(self) -> list[Any]:
         """Return the indices of this rank's next batch."""
-        shares = self.loader.shares_at(BatchPlace(self._epoch, self.drawn))
-        if self._original is not None and shares.samples:
-            self._original = None
-            self._of_ranks = lists_of_ranks(self._sampler)
-        batch = next(self._original) if self._original is not None else self._divided(shares)
+        samples = self._shares_of(self.drawn).samples
+        if samples:
+            begin = sum(samples[: self.loader.rank])
+            batch = self._epoch.part(begin, begin + samples[self.loader.rank])
+        else:
+            batch = self._epoch.own()
         self.drawn += 1
         return batch
 
     def place(self) -> BatchPlace:
         """Return the batch that is drawn next."""
-        return BatchPlace(self._epoch, self.drawn)
+        return BatchPlace(self._number, self.drawn)
+
+    @property
+    def used(self) -> int:
+        """The number of the batch that the script uses now, from 0."""
+        return max(0, self.delivered - 1 - (0 if self.has_ended else self._ahead))
 
     def current(self) -> Shares:
-        """Return the shares of the batch that the script got last; none of one that is not full."""
-        number = max(0, self.delivered - 1)
-        shares = self.loader.shares_at(BatchPlace(self._epoch, number))
-        is_full = (number + 1) * self.loader.batch <= len(self._sampler)
-        return shares if is_full else Shares(shares.generation)
+        """Return the shares of the batch that the script uses; none of one that is not full."""
+        return self._shares_of(self.used)
 
-    def _divided(self, shares: Shares) -> list[Any]:
-        batch, ranks = self.loader.batch, self.loader.ranks
-        begin = self.drawn * batch
-        size = min(batch, len(self._sampler) - begin)
-        if size <= 0 or (size < batch and self._drop_last):
-            raise StopIteration
-        if size < batch or not shares.samples:  # the last batch, which is not full, stays as it is
-            own = self._of_ranks[self.loader.rank]
-            return [_plain(index) for index in own[begin : begin + size]]
-        first = sum(shares.samples[: self.loader.rank])
-        places = range(first, first + shares.samples[self.loader.rank])
-        assert sum(shares.samples) == ranks * batch
-        return [_plain(self._of_ranks[place // batch][begin + place % batch]) for place in places]
+    def _shares_of(self, number: int) -> Shares:
+        shares = self.loader.shares_at(BatchPlace(self._number, number))
+        return shares if number < self._epoch.full_steps else Shares(shares.generation)
 
 
 def _plain(index: Any) -> Any:
     return int(index) if isinstance(index, torch.Tensor) else index
 
 
+def is_shard(batch_sampler: Any) -> bool:
+    """Return whether it is accelerate's: whole batches of all ranks, of which it yields its own."""
+    return type(batch_sampler).__qualname__ == "BatchSamplerShard"
+
+
 def why_not_balanced(batch_sampler: Any) -> str:
     """Return why a loader's batches stay as they are; empty if they can be divided anew."""
+    if is_shard(batch_sampler):
+        return _why_not_shard(batch_sampler)
     if not isinstance(batch_sampler, BatchSampler) or not _is_plain(batch_sampler):
         return f"its batches come from a {type(batch_sampler).__name__}"
     sampler = batch_sampler.sampler
@@ -178,6 +288,20 @@ def why_not_balanced(batch_sampler: Any) -> str:
         return f"its DistributedSampler is for rank {own[1]} of {own[0]}"
     if not _is_whole(sampler):
         return f"its {type(sampler).__name__} orders samples by more than epoch and rank"
+    return ""
+
+
+def _why_not_shard(shard: Any) -> str:
+    inner = shard.batch_sampler
+    if not isinstance(inner, BatchSampler) or not _is_plain(inner):
+        return f"its batches come from a {type(inner).__name__}"
+    if not shard.even_batches:
+        return "its BatchSamplerShard has even_batches=False, so that ranks get unequally many"
+    if not dist.is_initialized():
+        return "there is no process group"
+    own = (shard.num_processes, shard.process_index)
+    if own != (dist.get_world_size(), dist.get_rank()):
+        return f"its BatchSamplerShard is for rank {own[1]} of {own[0]}"
     return ""
 
 

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from paceline.trace.collectors.hook_registry import HookRegistry
 
 _SUM = 2  # what losses keep as their reduction, see torch.nn._reduction
+_REDUCTIONS = ("SumBackward", "MeanBackward")
+_SCALES = ("DivBackward", "MulBackward", "NegBackward")
+_DDP_OUTPUTS = "_DDPSinkBackward"  # of a model that computes its loss itself, as transformers do
+_CARRIERS = (*_SCALES, _DDP_OUTPUTS, "ToCopyBackward", "CloneBackward", "ViewBackward", "Squeeze")
 _DEEPEST = 16  # operators between the root and a loss's reduction
 
 
@@ -90,23 +94,32 @@ def adds_samples_up(root: torch.Tensor, samples: int) -> bool:
     """Return whether a loss is a sum over samples, whose gradients need no weights.
 
     Seen are losses of torch with reduction="sum", and sums over a tensor whose first dimension has
-    the samples, as long as nothing divides them.
+    the samples. So is one that is divided as a whole: by samples of its own it would need weights,
+    by those of all ranks it would not, and which it is does not show.
 
     Args:
         root: the loss.
         samples: of the batch.
     """
-    return any(_adds_up(node, samples) for node in _reductions(root.grad_fn, 0))
+    node, output, depth = root.grad_fn, root.output_nr, 0
+    while node is not None and node.name().startswith(_CARRIERS) and depth < _DEEPEST:
+        # What DistributedDataParallel hands out has as many outputs as inputs; others have one.
+        inputs = node.next_functions
+        if node.name() == _DDP_OUTPUTS:
+            node, output = inputs[output]
+        else:
+            node, output = next((edge for edge in inputs if edge[0] is not None), (None, 0))
+        depth += 1
+    return any(_adds_up(node, samples) for node in _reductions(node, depth))
 
 
 def _reductions(node: Any, depth: int) -> Iterator[Any]:
     """Yield the operators that reduce to a number, from the root as far as numbers go."""
     if node is None or depth > _DEEPEST:
         return
-    name = node.name()
-    if hasattr(node, "_saved_reduction") or name.startswith(("SumBackward", "MeanBackward")):
+    if hasattr(node, "_saved_reduction") or node.name().startswith(_REDUCTIONS):
         yield node
-    elif not name.startswith(("DivBackward", "MulBackward")):
+    elif not node.name().startswith(_SCALES):  # a penalty that is weighed is no loss
         for inner, _ in node.next_functions:
             yield from _reductions(inner, depth + 1)
 

@@ -4,6 +4,7 @@ Imports torch: a rank's worker imports this module with importlib, after it has 
 cores. What meets the script::
 
     BatchSampler.__iter__       batches of the ranks' shares        (batches)
+    BatchSamplerShard.__iter__  the same, of accelerate             (batches)
     DataLoader's __next__       counts batches, exchanges windows   (exchange, controller)
     torch.autograd.backward     weighs gradients                    (gradients)
     Optimizer.step              times of the steps                  (stopwatch)
@@ -33,11 +34,14 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from paceline.core.errors import DeadlineExceeded
 from paceline.runs.balance import SlowNode, SlowNodes
 from paceline.trace.collectors.hook_registry import HookRegistry
+from paceline.trace.collectors.on_import import on_import
+from paceline.trace.collectors.torch_hooks import RecordedKind
 from paceline.training.balance.batches import (
     BalancedBatches,
     BalancedLoader,
     BatchPlace,
     Shares,
+    is_shard,
     why_not_balanced,
 )
 from paceline.training.balance.controller import Controller, RankWindow
@@ -50,12 +54,14 @@ from paceline.training.uneven import Weight
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
+    from types import ModuleType
 
     from paceline.runs.balance import BalanceAction
     from paceline.training.balance.controller import BalanceRules
     from paceline.training.balance.exchange import WindowExchange
 
 _LOG = logging.getLogger(__name__)
+_ACCELERATE = RecordedKind("the shares of accelerate's loaders, which stay equal")
 
 _LEAST_STEPS = 3  # measured, before a window ends
 _SEVERAL = 3  # steps that take batches of several loaders, to be sure that it is no evaluation
@@ -64,7 +70,7 @@ _MEMORY_SHARE = 0.9  # of a GPU, that a larger share may fill
 
 # Why a rank takes no part; the numbers go from rank to rank.
 _REFUSALS = {
-    1: "the loss is a sum over samples, whose gradients must not be weighted: use their mean",
+    1: "the loss is a sum over samples, whose gradients would need other weights: use their mean",
     2: "the loop takes batches ahead of their use, so that the samples of a step are not known",
     3: "a step takes batches of several loaders",
     4: "the loader delivers batches out of order (in_order=False)",
@@ -103,6 +109,7 @@ class ScriptBalance:
         self._loaders: weakref.WeakKeyDictionary[BatchSampler, BalancedLoader] = (
             weakref.WeakKeyDictionary()
         )
+        self._divided_by_shards: weakref.WeakSet[BatchSampler] = weakref.WeakSet()
         self._training: BalancedLoader | None = None
         self._has_ended = False  # an epoch of the loader that trains
         self._last: BalancedBatches | None = None  # whose batch the script got last
@@ -125,12 +132,16 @@ class ScriptBalance:
     def install(self) -> None:
         """Put the hooks in place."""
         self._replace(BatchSampler, "__iter__", self._iterate)
+        on_import("accelerate.data_loader", self._replace_shard, _ACCELERATE)
         self._replace(_BaseDataLoaderIter, "__next__", self._next)
         if hasattr(DistributedDataParallel, "_sync_buffers"):
             self._replace(DistributedDataParallel, "_sync_buffers", self._timed)
         backward = WeighedBackward(self._begin, self._stopwatch.gradients_ready, self._end)
         backward.install(self.hooks)
         self.hooks.add(lambda: register_optimizer_step_pre_hook(self._before_optimizer).remove)
+
+    def _replace_shard(self, module: ModuleType) -> None:
+        self._replace(module.BatchSamplerShard, "__iter__", self._iterate)
 
     def close(self) -> None:
         """Write what is left to write; shares end with the process."""
@@ -149,11 +160,15 @@ class ScriptBalance:
     # --- batches ----------------------------------------------------------------------------------
 
     def _iterate(
-        self, original: Callable[[BatchSampler], Iterator[list[Any]]], sampler: BatchSampler
+        self, original: Callable[[Any], Iterator[list[Any]]], sampler: Any
     ) -> Iterator[list[Any]]:
         """Return the batches of an epoch of a loader."""
         if threading.get_ident() != self._thread:
             return original(sampler)
+        if sampler in self._divided_by_shards:
+            return original(sampler)
+        if is_shard(sampler):
+            self._divided_by_shards.add(sampler.batch_sampler)
         loader = self._loaders.get(sampler)
         if loader is None:
             self._why_not = why_not_balanced(sampler)
@@ -162,7 +177,7 @@ class ScriptBalance:
             loader = self._loaders[sampler] = BalancedLoader(sampler)
         if loader is self._training:
             self._finish()
-        return loader.batches(original(sampler))
+        return loader.batches(original)
 
     def _next(self, original: Callable[[Any], Any], iterator: Any) -> Any:
         """Return the next batch of a loader."""
@@ -176,6 +191,7 @@ class ScriptBalance:
         try:
             batch = original(iterator)
         except StopIteration:
+            batches.has_ended = True
             self._has_ended = self._has_ended or trains
             raise
         batches.delivered += 1
@@ -231,7 +247,7 @@ class ScriptBalance:
         if weights and len(weights) != loader.ranks:
             self._say(f"{len(weights)} shares are given, and {loader.ranks} ranks train")
             weights = ()
-        if batches.delivered > 1:
+        if batches.used > 0:
             self._refuse(2)
         samples = batches.loader.batch
         if any(adds_samples_up(root, samples) for root in roots):
@@ -317,7 +333,7 @@ class ScriptBalance:
             shares = Shares(self._controller.generation, self._controller.samples)
             batches.loader.put_in_force(shares, place)
         if self._log is not None:
-            self._report(self._log, actions, self._step + place.number - batches.delivered + 1)
+            self._report(self._log, actions, self._step + place.number - batches.used)
 
     def _report(self, log: BalanceLog, actions: Sequence[BalanceAction], from_step: int) -> None:
         """Write actions and slow nodes, on rank 0."""
