@@ -27,6 +27,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+ACCELERATE = "accelerate.data_loader"  # the module of BatchSamplerShard
 _SEVERAL_PASSES = 64  # ranks up to which a sampler of one's own is asked once for each of them
 
 
@@ -269,7 +270,8 @@ def _plain(index: Any) -> Any:
 
 def is_shard(batch_sampler: Any) -> bool:
     """Return whether it is accelerate's: whole batches of all ranks, of which it yields its own."""
-    return type(batch_sampler).__qualname__ == "BatchSamplerShard"
+    kind = type(batch_sampler)
+    return (kind.__module__, kind.__qualname__) == (ACCELERATE, "BatchSamplerShard")
 
 
 def why_not_balanced(batch_sampler: Any) -> str:

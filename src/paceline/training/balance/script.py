@@ -37,6 +37,7 @@ from paceline.trace.collectors.hook_registry import HookRegistry
 from paceline.trace.collectors.on_import import on_import
 from paceline.trace.collectors.torch_hooks import RecordedKind
 from paceline.training.balance.batches import (
+    ACCELERATE,
     BalancedBatches,
     BalancedLoader,
     BatchPlace,
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     from paceline.training.balance.exchange import WindowExchange
 
 _LOG = logging.getLogger(__name__)
-_ACCELERATE = RecordedKind("the shares of accelerate's loaders, which stay equal")
+_SHARDS = RecordedKind("the shares of accelerate's loaders, which stay equal")
 
 _LEAST_STEPS = 3  # measured, before a window ends
 _SEVERAL = 3  # steps that take batches of several loaders, to be sure that it is no evaluation
@@ -132,7 +133,7 @@ class ScriptBalance:
     def install(self) -> None:
         """Put the hooks in place."""
         self._replace(BatchSampler, "__iter__", self._iterate)
-        on_import("accelerate.data_loader", self._replace_shard, _ACCELERATE)
+        on_import(ACCELERATE, self._replace_shard, _SHARDS)
         self._replace(_BaseDataLoaderIter, "__next__", self._next)
         if hasattr(DistributedDataParallel, "_sync_buffers"):
             self._replace(DistributedDataParallel, "_sync_buffers", self._timed)
