@@ -34,7 +34,18 @@ def same_weights(one, other):
     torch.testing.assert_close(*tensors, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("case", ["plain", "workers", "accumulation", "accelerated", "prepared"])
+SHARED = [
+    "plain",
+    "workers",
+    "accumulation",
+    "store threads",
+    "store processes",
+    "accelerated",
+    "prepared",
+]
+
+
+@pytest.mark.parametrize("case", SHARED)
 def test_weights_are_those_of_equal_shares(loops, case):
     folder, cases = loops
     plain, shared = ([rank[kind] for rank in cases[case]] for kind in ("plain", "shared"))

@@ -62,16 +62,20 @@ def test_a_step_has_the_samples_of_the_scripts_own_sampler(
 ):
     options = {"batch": batch, "kind": kind, "shuffle": shuffle, "drop_last": drop_last}
     theirs = samplers(data, ranks, **options)
-    loaders = [BalancedLoader(own) for own in samplers(data, ranks, **options)]
+    ours_of = samplers(data, ranks, **options)
+    loaders = [BalancedLoader.of(own) for own in ours_of]
     pending = {}
     for generation, (epoch, number, randoms) in enumerate(sorted(changes, key=lambda c: c[:2]), 1):
         weights = [randoms.uniform(0.3, 3) for _ in range(ranks)]
         samples = in_proportion(ranks * batch, weights)
         pending[BatchPlace(epoch, number)] = Shares(generation, samples)
     for epoch in (1, 2):
-        for own in (*theirs, *(loader.batch_sampler for loader in loaders)):
+        for own in (*theirs, *ours_of):
             own.sampler.set_epoch(epoch)
-        ours = [loader.batches(BatchSampler.__iter__) for loader in loaders]
+        ours = [
+            loader.batches(own, BatchSampler.__iter__)
+            for loader, own in zip(loaders, ours_of, strict=True)
+        ]
         expected = list(zip(*theirs, strict=True))
         shares = loaders[0].shares_at(BatchPlace(epoch, 0))
         for number, batches in enumerate(expected):
@@ -123,10 +127,14 @@ def test_a_step_has_the_samples_of_accelerates_shards(
             for rank, generator in enumerate(generators)
         ]
 
-    theirs, loaders = shards(), [BalancedLoader(own) for own in shards()]
+    theirs, ours_of = shards(), shards()
+    loaders = [BalancedLoader.of(own) for own in ours_of]
     samples = in_proportion(ranks * batch, [randoms.uniform(0.3, 3) for _ in range(ranks)])
     for epoch in (1, 2):
-        ours = [loader.batches(BatchSamplerShard.__iter__) for loader in loaders]
+        ours = [
+            loader.batches(own, BatchSamplerShard.__iter__)
+            for loader, own in zip(loaders, ours_of, strict=True)
+        ]
         steps = list(zip(*theirs, strict=True))
         for number, batches in enumerate(steps):
             if epoch == 1 and number == change:

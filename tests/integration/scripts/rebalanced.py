@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+COUNT = 490
+
 
 class Samples(Dataset):
     def __init__(self, count):
@@ -53,8 +55,51 @@ def accelerated(data, workers):
     )
 
 
+def write_pack(folder):
+    """Write the samples to a pack; return its path."""
+    from paceline.store import Folder, pack
+
+    data = Samples(COUNT)
+    plain = folder / "plain"
+    plain.mkdir()
+    for number, (inputs, label) in enumerate(zip(data.inputs, data.labels, strict=True)):
+        row = torch.cat([inputs, label.double()[None]])
+        (plain / f"{number:04}").write_bytes(row.numpy().tobytes())
+    pack(Folder(plain), folder / "pack")
+    return folder / "pack"
+
+
+def from_bytes(sample):
+    return torch.frombuffer(bytearray(sample), dtype=torch.float64)
+
+
+def from_store(path, worker_kind):
+    """Return the store's loader, as inputs, labels and indices."""
+    from paceline.store import Loader, LoaderOptions
+
+    options = LoaderOptions(
+        numbers=True, seed=5, workers=2, worker_kind=worker_kind, node_reader="off"
+    )
+    loader = Loader(path, 8 * dist.get_world_size(), transform=from_bytes, options=options)
+    return Triples(loader)
+
+
+class Triples:
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        for rows, _, numbers in self.loader:
+            yield rows[:, :24], rows[:, 24].long(), numbers
+
+
 def train(
     *,
+    store=None,
+    worker_kind="thread",
     workers=0,
     accumulate=1,
     slow=None,
@@ -66,9 +111,11 @@ def train(
 ):
     """Train on two ranks; return this rank's samples of each step, and the weights."""
     torch.manual_seed(0)
-    data = Samples(490)
+    data = Samples(COUNT)
     sampler = DistributedSampler(data, seed=5)
     loader = DataLoader(data, batch_size=8, sampler=sampler, num_workers=workers)
+    if store:
+        loader = from_store(store, worker_kind)
     if accelerate:
         loader = accelerated(data, workers)
     held_out = DataLoader(data, batch_size=16, sampler=DistributedSampler(data, shuffle=False))

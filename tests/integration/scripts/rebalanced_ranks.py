@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from rebalanced import train
+from rebalanced import train, write_pack
 
 from paceline.training.balance.script import ScriptBalance
 
@@ -20,6 +20,8 @@ CASES = {
     "plain": {},
     "workers": {"workers": 2},
     "accumulation": {"accumulate": 2},
+    "store threads": {},
+    "store processes": {"worker_kind": "process"},
     "accelerated": {"accelerate": True, "workers": 2},
     "sum": {"loss": "sum"},
     "ahead": {"ahead": True},
@@ -60,6 +62,11 @@ def main():
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
+    if rank == 0:
+        write_pack(Path(folder))
+    dist.barrier()
+    for case in ("store threads", "store processes"):
+        CASES[case]["store"] = str(Path(folder, "pack"))
     said = {
         case: {"plain": train(**options), "shared": shared(Path(folder, case), options)}
         for case, options in CASES.items()

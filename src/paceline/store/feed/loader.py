@@ -38,7 +38,13 @@ from paceline.store.feed.paced_workers import pace
 from paceline.store.feed.pacing import Pacer
 from paceline.store.feed.phases import PHASES, follow_optimizers
 from paceline.store.feed.sampler import RankBatches, load_state, resolve_rank, save_state
-from paceline.store.feed.tasks import BatchTask, coming_samples, fetch_ahead, plan_tasks
+from paceline.store.feed.tasks import (
+    BatchTask,
+    coming_samples,
+    divide_tasks,
+    fetch_ahead,
+    plan_tasks,
+)
 from paceline.store.feed.workers import Bounds, OrderedThreads
 from paceline.store.in_place.opening import open_pack
 from paceline.store.read.pack import Pack
@@ -87,6 +93,10 @@ class Loader:
 
     Attributes:
         stats: what was delivered so far (`LoaderStats`).
+        part_of_batch: called for each batch of a pass, in order, maybe by a worker thread; returns
+            the first and the end of this rank's samples within the global batch, or None for its
+            equal part. None: all parts are equal, as they are where the node's reader reads.
+            `paceline run --rebalance` sets it before a pass.
 
     Raises:
         UsageError: the ranks cannot share the batch; or as `open_pack`.
@@ -131,6 +141,7 @@ class Loader:
             # A DataLoader pins what its processes send, by a thread of its own.
             pin=self.options.worker_kind == "thread" and pins_memory(self.options),
         )
+        self.part_of_batch: Callable[[], tuple[int, int] | None] | None = None
         self._node: NodeClient | None = None
         self._has_joined = False  # whether the node's ranks have agreed on a reader, or on none
         self._running: weakref.ref[LoaderIterator] | None = None
@@ -201,11 +212,18 @@ class Loader:
     def tasks(self) -> Iterator[BatchTask]:
         """Return the batches to make, from the current position to the end of the epoch."""
         if self._node is not None:
+            self.part_of_batch = None
             node = self._node.begin(self.epoch, self.position)
             return plan_tasks(self.order, self.batches, self.position, self.pack, node)
         planned = plan_tasks(self.order, self.batches, self.position, self.pack)
         self.pack.expect(coming_samples(self.order, self.batches, self.position))
-        return fetch_ahead(planned, self.pack, self.options)
+        tasks = fetch_ahead(planned, self.pack, self.options)
+        if self.part_of_batch is None:
+            return tasks
+        # After what is fetched ahead, so that parts can change until a batch is made.
+        return divide_tasks(
+            tasks, self.part_of_batch, self.order, self.batches, self.position, self.pack
+        )
 
     def _move(self, epoch: int, position: int) -> None:
         if 0 < position >= len(self.pack):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from paceline.store.feed.node.client import NodePass
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from paceline.store.feed.options import LoaderOptions
     from paceline.store.feed.order import SampleOrder
@@ -69,6 +69,36 @@ def plan_tasks(
             step += 1
             begin += len(positions)
         position = batches.after(position, len(planned))
+
+
+def divide_tasks(
+    tasks: Iterator[BatchTask],
+    part_of_batch: Callable[[], tuple[int, int] | None],
+    order: SampleOrder,
+    batches: RankBatches,
+    position: int,
+    pack: Pack,
+) -> Iterator[BatchTask]:
+    """Yield `tasks`, with other parts of their global batches.
+
+    Args:
+        tasks: of a pass, from its first step on.
+        part_of_batch: called for each task; returns the first and the end of this rank's samples in
+            the global batch, which is full, or None if the task stays as it is.
+        order: order of the epoch.
+        batches: this rank's equal share.
+        position: position at which the first global batch begins.
+        pack: the pack, for the bytes of its samples.
+    """
+    for task in tasks:
+        part = part_of_batch()
+        if part is None:
+            yield task
+            continue
+        begin = batches.after(position, task.step)
+        numbers = order.samples(np.arange(begin + part[0], begin + part[1], dtype=np.int64))
+        size_bytes = int(pack.lengths_of(numbers).sum())
+        yield dataclasses.replace(task, numbers=numbers, size_bytes=size_bytes)
 
 
 def coming_samples(

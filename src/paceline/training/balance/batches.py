@@ -52,61 +52,65 @@ class Shares(NamedTuple):
 
 
 class BalancedLoader:
-    """The shares of one batch sampler, over all of its epochs.
+    """The shares of one loader, over all of its epochs.
 
     Args:
-        batch_sampler: of the loader: a BatchSampler over a DistributedSampler, or a
-            BatchSamplerShard.
-
-    Attributes:
-        batch_sampler: of the loader.
         batch: samples of a rank's batch, as the script asks for it.
         ranks: number of ranks.
         rank: this one.
+
+    Attributes:
         epochs: how many iterators it has had.
     """
 
-    def __init__(self, batch_sampler: Any) -> None:
-        self.batch_sampler = batch_sampler
-        self.batch = batch_sampler.batch_size
-        if is_shard(batch_sampler):
-            self.ranks, self.rank = batch_sampler.num_processes, batch_sampler.process_index
-            if batch_sampler.split_batches:
-                self.batch //= self.ranks
-        else:
-            sampler = batch_sampler.sampler
-            assert isinstance(sampler, DistributedSampler)
-            self.ranks, self.rank = sampler.num_replicas, sampler.rank
+    def __init__(self, batch: int, ranks: int, rank: int) -> None:
+        self.batch = batch
+        self.ranks = ranks
+        self.rank = rank
         self.epochs = 0
         self._begins: list[tuple[BatchPlace, Shares]] = [(BatchPlace(0, 0), Shares())]
 
-    def batches(self, original: Callable[[Any], Iterator[list[Any]]]) -> BalancedBatches:
-        """Return the batches of the next epoch.
+    @classmethod
+    def of(cls, batch_sampler: Any) -> BalancedLoader:
+        """Return that of a DataLoader, by its batch sampler (`why_not_balanced`)."""
+        if not is_shard(batch_sampler):
+            sampler = batch_sampler.sampler
+            return cls(batch_sampler.batch_size, sampler.num_replicas, sampler.rank)
+        ranks = batch_sampler.num_processes
+        batch = batch_sampler.batch_size // (ranks if batch_sampler.split_batches else 1)
+        return cls(batch, ranks, batch_sampler.process_index)
+
+    def batches(
+        self, batch_sampler: Any, original: Callable[[Any], Iterator[list[Any]]]
+    ) -> BalancedBatches:
+        """Return the batches of the next epoch of a DataLoader.
 
         Args:
+            batch_sampler: of the loader.
             original: returns the batches of a batch sampler, as its class iterates over them.
         """
-        self.epochs += 1
-        if is_shard(self.batch_sampler):
-            return BalancedBatches(self, ShardEpoch(self.batch_sampler, original), ahead=1)
-        return BalancedBatches(self, SamplerEpoch(self.batch_sampler, original), ahead=0)
+        if is_shard(batch_sampler):
+            return BalancedBatches(self, ShardEpoch(batch_sampler, original), ahead=1)
+        return BalancedBatches(self, SamplerEpoch(batch_sampler, original))
 
     def put_in_force(self, shares: Shares, place: BatchPlace) -> None:
         """Have shares hold from a batch on, which no rank has drawn."""
         latest = self._begins[-1][0]
         assert place >= latest, (place, latest)
-        if place == latest:  # decided twice before a batch was drawn
-            self._begins.pop()
-        self._begins.append((place, shares))
+        # Another list, as threads may draw batches meanwhile; decided twice before a batch was
+        # drawn, the latter counts.
+        begins = [*(begin for begin in self._begins if begin[0] < place), (place, shares)]
         # What is before the batches of the current epoch is never asked for again.
-        while len(self._begins) > 1 and self._begins[1][0] <= BatchPlace(self.epochs, 0):
-            self._begins.pop(0)
+        while len(begins) > 1 and begins[1][0] <= BatchPlace(self.epochs, 0):
+            begins.pop(0)
+        self._begins = begins
 
     def shares_at(self, place: BatchPlace) -> Shares:
         """Return the shares of a batch of the current epoch or a later one."""
-        if len(self._begins) == 1:  # mostly, and asked for several times in each step
-            return self._begins[0][1]
-        return next(shares for begin, shares in reversed(self._begins) if begin <= place)
+        begins = self._begins
+        if len(begins) == 1:  # mostly, and asked for several times in each step
+            return begins[0][1]
+        return next(shares for begin, shares in reversed(begins) if begin <= place)
 
 
 class Epoch(Protocol):
@@ -208,47 +212,50 @@ class _Replayed:
         return self._batches
 
 
-class BalancedBatches:
-    """The batches of one epoch, as an iterator over lists of indices.
+class BalancedPass:
+    """Which part of each batch this rank takes, in one epoch.
 
     Args:
-        loader: whose they are.
-        epoch: the script's own batches.
+        loader: whose it is.
+        full_steps: how many steps from the first one have full batches on all ranks.
         ahead: how many batches the loop takes before it uses the first, until there are no more.
+        reserved: batches after the last delivered one that threads may draw at any time.
 
     Attributes:
-        loader: whose they are.
+        loader: whose it is.
         drawn: how many were taken, also ahead by loader workers.
         delivered: how many the script got.
         has_ended: whether the script has found that there are no more.
     """
 
-    def __init__(self, loader: BalancedLoader, epoch: Epoch, *, ahead: int) -> None:
+    def __init__(
+        self, loader: BalancedLoader, full_steps: int, *, ahead: int = 0, reserved: int = 0
+    ) -> None:
+        loader.epochs += 1
         self.loader = loader
         self.drawn = 0
         self.delivered = 0
         self.has_ended = False
-        self._epoch = epoch
-        self._number = loader.epochs
+        self._full_steps = full_steps
+        self._epoch = loader.epochs
         self._ahead = ahead
+        self._reserved = reserved
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        return self
+    def draw(self) -> tuple[int, int] | None:
+        """Return the first and the end of this rank's samples in the batch that is drawn next.
 
-    def __next__(self) -> list[Any]:
-        """Return the indices of this rank's next batch."""
+        They are numbered from 0 through the batches of all ranks; None: as the script divides them.
+        """
         samples = self._shares_of(self.drawn).samples
-        if samples:
-            begin = sum(samples[: self.loader.rank])
-            batch = self._epoch.part(begin, begin + samples[self.loader.rank])
-        else:
-            batch = self._epoch.own()
         self.drawn += 1
-        return batch
+        if not samples:
+            return None
+        begin = sum(samples[: self.loader.rank])
+        return begin, begin + samples[self.loader.rank]
 
     def place(self) -> BatchPlace:
-        """Return the batch that is drawn next."""
-        return BatchPlace(self._number, self.drawn)
+        """Return the first batch that is not drawn before the next one is delivered."""
+        return BatchPlace(self._epoch, max(self.drawn, self.delivered + self._reserved))
 
     @property
     def used(self) -> int:
@@ -260,8 +267,28 @@ class BalancedBatches:
         return self._shares_of(self.used)
 
     def _shares_of(self, number: int) -> Shares:
-        shares = self.loader.shares_at(BatchPlace(self._number, number))
-        return shares if number < self._epoch.full_steps else Shares(shares.generation)
+        shares = self.loader.shares_at(BatchPlace(self._epoch, number))
+        return shares if number < self._full_steps else Shares(shares.generation)
+
+
+class BalancedBatches(BalancedPass):
+    """The batches of one epoch of a DataLoader, as an iterator over lists of indices."""
+
+    def __init__(self, loader: BalancedLoader, epoch: Epoch, *, ahead: int = 0) -> None:
+        super().__init__(loader, epoch.full_steps, ahead=ahead)
+        self._batches = epoch
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self
+
+    def __next__(self) -> list[Any]:
+        """Return the indices of this rank's next batch."""
+        part = self.draw()
+        try:
+            return self._batches.own() if part is None else self._batches.part(*part)
+        except StopIteration:
+            self.drawn -= 1  # there was none
+            raise
 
 
 def _plain(index: Any) -> Any:
@@ -304,6 +331,28 @@ def _why_not_shard(shard: Any) -> str:
     own = (shard.num_processes, shard.process_index)
     if own != (dist.get_world_size(), dist.get_rank()):
         return f"its BatchSamplerShard is for rank {own[1]} of {own[0]}"
+    return ""
+
+
+def store_pass(balanced: BalancedLoader, loader: Any) -> BalancedPass:
+    """Return which parts of its batches a rank takes in the rest of an epoch of the store's loader.
+
+    Threads of the loader draw a batch more than they may have made ahead; processes draw in the
+    thread that trains.
+    """
+    batches, options = loader.batches, loader.options
+    full_steps = (batches.sample_count - loader.position) // batches.global_batch_size
+    reserved = options.batches_ahead + 1 if options.worker_kind == "thread" else 0
+    return BalancedPass(balanced, full_steps, reserved=reserved)
+
+
+def why_not_store(loader: Any) -> str:
+    """Return why batches of the store's loader stay as they are; empty if they can be divided."""
+    if not dist.is_initialized():
+        return "there is no process group"
+    own = (loader.batches.world_size, loader.batches.rank)
+    if own != (dist.get_world_size(), dist.get_rank()):
+        return f"its Loader is for rank {own[1]} of {own[0]}"
     return ""
 
 

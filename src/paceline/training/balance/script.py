@@ -5,6 +5,7 @@ cores. What meets the script::
 
     BatchSampler.__iter__       batches of the ranks' shares        (batches)
     BatchSamplerShard.__iter__  the same, of accelerate             (batches)
+    Loader.__iter__             the same, of the store's loader     (batches)
     DataLoader's __next__       counts batches, exchanges windows   (exchange, controller)
     torch.autograd.backward     weighs gradients                    (gradients)
     Optimizer.step              times of the steps                  (stopwatch)
@@ -38,12 +39,14 @@ from paceline.trace.collectors.on_import import on_import
 from paceline.trace.collectors.torch_hooks import RecordedKind
 from paceline.training.balance.batches import (
     ACCELERATE,
-    BalancedBatches,
     BalancedLoader,
+    BalancedPass,
     BatchPlace,
     Shares,
     is_shard,
+    store_pass,
     why_not_balanced,
+    why_not_store,
 )
 from paceline.training.balance.controller import Controller, RankWindow
 from paceline.training.balance.exchange import GlooExchange
@@ -62,6 +65,7 @@ if TYPE_CHECKING:
     from paceline.training.balance.exchange import WindowExchange
 
 _LOG = logging.getLogger(__name__)
+_STORE = RecordedKind("the shares of the store's loaders, which stay equal")
 _SHARDS = RecordedKind("the shares of accelerate's loaders, which stay equal")
 
 _LEAST_STEPS = 3  # measured, before a window ends
@@ -107,13 +111,14 @@ class ScriptBalance:
         self.hooks = HookRegistry()
         self._thread = threading.get_ident()
         self._stopwatch = Stopwatch()
-        self._loaders: weakref.WeakKeyDictionary[BatchSampler, BalancedLoader] = (
+        self._loaders: weakref.WeakKeyDictionary[Any, BalancedLoader] = weakref.WeakKeyDictionary()
+        self._store_passes: weakref.WeakKeyDictionary[Any, BalancedPass] = (
             weakref.WeakKeyDictionary()
         )
         self._divided_by_shards: weakref.WeakSet[BatchSampler] = weakref.WeakSet()
         self._training: BalancedLoader | None = None
         self._has_ended = False  # an epoch of the loader that trains
-        self._last: BalancedBatches | None = None  # whose batch the script got last
+        self._last: BalancedPass | None = None  # whose batch the script got last
         self._since_backward: set[int] = set()  # loaders whose batches came since then, by id
         self._several = 0
         self._controller: Controller | None = None  # of the loader that trains
@@ -121,7 +126,7 @@ class ScriptBalance:
             weakref.WeakKeyDictionary()
         )
         self._exchange: WindowExchange | None = None
-        self._in_flight: BalancedBatches | None = None  # whose batch started the exchange
+        self._in_flight: BalancedPass | None = None  # whose batch started the exchange
         self._step = 0
         self._generations: set[int] = set()  # of the shares in this window
         self._refusal = 0
@@ -134,6 +139,7 @@ class ScriptBalance:
         """Put the hooks in place."""
         self._replace(BatchSampler, "__iter__", self._iterate)
         on_import(ACCELERATE, self._replace_shard, _SHARDS)
+        on_import("paceline.store.feed.loader", self._replace_store, _STORE)
         self._replace(_BaseDataLoaderIter, "__next__", self._next)
         if hasattr(DistributedDataParallel, "_sync_buffers"):
             self._replace(DistributedDataParallel, "_sync_buffers", self._timed)
@@ -143,6 +149,10 @@ class ScriptBalance:
 
     def _replace_shard(self, module: ModuleType) -> None:
         self._replace(module.BatchSamplerShard, "__iter__", self._iterate)
+
+    def _replace_store(self, module: ModuleType) -> None:
+        self._replace(module.Loader, "__iter__", self._iterate_store)
+        self._replace(module.LoaderIterator, "__next__", self._next)
 
     def close(self) -> None:
         """Write what is left to write; shares end with the process."""
@@ -175,15 +185,38 @@ class ScriptBalance:
             self._why_not = why_not_balanced(sampler)
             if self._why_not or dist.get_world_size() == 1:
                 return original(sampler)
-            loader = self._loaders[sampler] = BalancedLoader(sampler)
+            loader = self._loaders[sampler] = BalancedLoader.of(sampler)
         if loader is self._training:
             self._finish()
-        return loader.batches(original)
+        return loader.batches(sampler, original)
+
+    def _iterate_store(self, original: Callable[[Any], Any], loader: Any) -> Any:
+        """Return the rest of an epoch of the store's loader."""
+        if threading.get_ident() != self._thread:
+            return original(loader)
+        self._why_not = why_not_store(loader)
+        if self._why_not or dist.get_world_size() == 1:
+            return original(loader)
+        balanced = self._loaders.get(loader)
+        if balanced is None:
+            equal = loader.batches
+            batch = equal.global_batch_size // equal.world_size
+            balanced = self._loaders[loader] = BalancedLoader(batch, equal.world_size, equal.rank)
+        if balanced is self._training:
+            self._finish()
+        batches = store_pass(balanced, loader)
+        loader.part_of_batch = batches.draw
+        iterator = original(loader)
+        if loader.part_of_batch is None:
+            self._why_not = "one process reads for all ranks of the node (node_reader)"
+        else:
+            self._store_passes[iterator] = batches
+        return iterator
 
     def _next(self, original: Callable[[Any], Any], iterator: Any) -> Any:
         """Return the next batch of a loader."""
-        batches = getattr(iterator, "_sampler_iter", None)
-        if threading.get_ident() != self._thread or not isinstance(batches, BalancedBatches):
+        batches = self._store_passes.get(iterator) or getattr(iterator, "_sampler_iter", None)
+        if threading.get_ident() != self._thread or not isinstance(batches, BalancedPass):
             return original(iterator)
         trains = batches.loader is self._training
         if trains:
@@ -204,7 +237,7 @@ class ScriptBalance:
             self._delivered(batches, time.perf_counter() - begin_s)
         return batch
 
-    def _delivered(self, batches: BalancedBatches, waited_s: float) -> None:
+    def _delivered(self, batches: BalancedPass, waited_s: float) -> None:
         """Count a batch of the loader that trains, and start an exchange at every few."""
         self._step += 1
         self._has_ended = False
@@ -239,7 +272,7 @@ class ScriptBalance:
     def _may_adopt(self) -> bool:
         return self._training is None or self._has_ended
 
-    def _adopt(self, batches: BalancedBatches, roots: tuple[torch.Tensor, ...]) -> None:
+    def _adopt(self, batches: BalancedPass, roots: tuple[torch.Tensor, ...]) -> None:
         """Take a loader for the one that trains; shares of one before it hold on for it."""
         loader = batches.loader
         weights: Sequence[float] = self._weights
@@ -282,7 +315,7 @@ class ScriptBalance:
 
     # --- exchange ---------------------------------------------------------------------------------
 
-    def _start(self, batches: BalancedBatches) -> None:
+    def _start(self, batches: BalancedPass) -> None:
         """Give the other ranks what this rank measured."""
         if self._exchange is None:
             try:
@@ -302,7 +335,7 @@ class ScriptBalance:
             self._stopwatch.restart()
             self._generations = set()
 
-    def _samples_of(self, batches: BalancedBatches, generation: int) -> int:
+    def _samples_of(self, batches: BalancedPass, generation: int) -> int:
         controller = self._controller
         assert controller is not None
         own: int = controller.samples[batches.loader.rank]
