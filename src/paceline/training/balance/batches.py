@@ -113,7 +113,7 @@ class BalancedLoader:
         return next(shares for begin, shares in reversed(begins) if begin <= place)
 
 
-class Epoch(Protocol):
+class EpochBatches(Protocol):
     """An epoch of a batch sampler; each call takes a step.
 
     Attributes:
@@ -274,7 +274,7 @@ class BalancedPass:
 class BalancedBatches(BalancedPass):
     """The batches of one epoch of a DataLoader, as an iterator over lists of indices."""
 
-    def __init__(self, loader: BalancedLoader, epoch: Epoch, *, ahead: int = 0) -> None:
+    def __init__(self, loader: BalancedLoader, epoch: EpochBatches, *, ahead: int = 0) -> None:
         super().__init__(loader, epoch.full_steps, ahead=ahead)
         self._batches = epoch
 
