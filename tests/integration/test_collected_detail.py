@@ -21,7 +21,7 @@ from paceline.trace.format.events import NODE, Kind, LocationType
 from paceline.trace.format.files import read_trace
 from paceline.trace.merge import load_run
 
-STEPS, SECONDS, PROFILED = 40, 1.5, 2
+STEPS, SECONDS, PROFILED = 40, 1.0, 2
 WIDTH, BATCH, FLOAT = 32, 64, 4
 LAYERS = {"body", "body.first", "body.second", "head"}
 

@@ -1,6 +1,6 @@
 """Trains a small model of named layers and writes a digest of its weights: layered.py OUT STEPS S.
 
-It ends no sooner than S seconds after it began: counters of the node need some time.
+It computes for S seconds afterwards: counters of the node need some time.
 """
 
 import hashlib
@@ -38,7 +38,6 @@ class Net(nn.Module):
 
 
 def main(out, steps, seconds):
-    end = time.monotonic() + seconds
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
     inputs, target = torch.randn(64, WIDTH), torch.randint(0, 10, (64,))
@@ -56,6 +55,7 @@ def main(out, steps, seconds):
     left = {"hooks": [hook for hook in hooks if hook is not None]}
     result = {"digest": digest.hexdigest(), "parameters": sum(map(torch.numel, model.parameters()))}
     Path(f"{out}-{dist.get_rank()}.json").write_text(json.dumps({**result, **left}))
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         torch.mm(inputs.T, inputs)
     dist.destroy_process_group()

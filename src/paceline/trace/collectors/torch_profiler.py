@@ -1,7 +1,7 @@
 """Has torch.profiler look at a few steps, and records its operators and kernels.
 
 Off unless a run asks for it: the profiler makes each operator several microseconds longer. It has a
-clock of its own; a mark that it sees, too, says how that differs from the recorder's.
+clock of its own; marks that it sees, too, say how that differs from the recorder's.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FIRST_STEP = 5  # after the first step whose layers are timed
 NAME_MAX = 200  # characters: names of kernels can be longer than a line
 _MARK = "paceline's mark"
+_MARKS = 5
 _HOST = int(Kind.HOST)
 
 
@@ -43,7 +44,7 @@ class ProfilerRecorder:
         self._last_step = FIRST_STEP + steps - 1
         self._name = recorder.intern(PROFILED)
         self._profile: Any = None
-        self._mark_ns = 0
+        self._marks_ns: list[tuple[int, int]] = []  # before and after the beginning of each mark
         self._ends_ns: list[int] = []  # of the profiled steps
 
     def next_step(self) -> float:
@@ -80,9 +81,7 @@ class ProfilerRecorder:
         profile = torch.profiler.profile(activities=activities)
         profile.start()
         self._profile = profile
-        before_ns = monotonic_ns()
-        with torch.profiler.record_function(_MARK):
-            self._mark_ns = (before_ns + monotonic_ns()) // 2
+        self._marks_ns = [_mark() for _ in range(_MARKS)]
         self._recorder.record(_HOST, MAIN, self._name, begin_ns, monotonic_ns())
 
     def _forget(self) -> None:
@@ -92,8 +91,15 @@ class ProfilerRecorder:
                 profile.stop()
 
     def _record(self, found: list[Any]) -> None:
-        mark = next(event for event in found if event.name == _MARK)
-        offset_ns = self._mark_ns - round(1e3 * mark.time_range.start)
+        marks = sorted(
+            (event for event in found if event.name == _MARK),
+            key=lambda event: event.time_range.start,
+        )
+        # That which the least came between: the first one is slow, and any may lose its core.
+        mark, (before_ns, after_ns) = min(
+            zip(marks, self._marks_ns, strict=True), key=lambda pair: pair[1][1] - pair[1][0]
+        )
+        offset_ns = (before_ns + after_ns) // 2 - round(1e3 * mark.time_range.start)
         kept = [event for event in found if event.name != _MARK and not event.is_async]
         events = np.zeros(len(kept), EVENT_DTYPE)
         places: dict[tuple[bool, int, int], int] = {}
@@ -123,6 +129,13 @@ class ProfilerRecorder:
             return self._recorder.define_location(int(LocationType.THREAD), name, 0, number)
         name = f"cuda:{device} stream {number}"  # pragma: no cover - needs a GPU
         return self._recorder.define_location(int(LocationType.STREAM), name, 0, number)
+
+
+def _mark() -> tuple[int, int]:
+    """Make a mark in the profile; return the recorder's times between which it begins."""
+    before_ns = monotonic_ns()
+    with torch.profiler.record_function(_MARK):
+        return before_ns, monotonic_ns()
 
 
 def _stream_of(event: Any) -> int:  # pragma: no cover - needs a GPU
