@@ -39,7 +39,7 @@ from imbalance_simulated import simulated_part
 
 HERE = Path(__file__).parent
 RANKS = 2
-STEPS, ROUNDS = 120, 5
+STEPS, ROUNDS = 60, 3
 QUICK_STEPS, QUICK_ROUNDS = 40, 1
 DEADLINE_S = 600
 MODELS = ("cnn", "lstm", "transformer")

@@ -7,9 +7,9 @@ all ranks, since they run the same code, and one of its own::
     busy_s(n) = per_sample_s * (fixed + n)      fixed: what a step costs beside its n samples, in
                                                 samples; 0 until a change of n has shown it
 
-A change is made when two windows running promise a gain that is worth it and above their noise. Its
-effect is measured over the next two windows: what made steps longer is undone, and taking samples
-from the same ranks is not tried again.
+A change is made when two windows running promise a gain that is worth it and above their noise, or
+four a small one. Its effect is measured over the next two windows: what made steps longer is
+undone, and taking samples from the same ranks is not tried again.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ class BalanceRules:
     Attributes:
         least_gain: of a step's time.
         windows: running, that must promise it.
+        small_gain: of a step's time, under which more windows must: cores differ by a tenth for a
+            second now and then, beside other machines on the same processor.
+        small_gain_windows: how many.
         noise_factor: standard errors of the windows that the gain must exceed.
         least_share: of an equal share, that a rank keeps.
         most_share: of an equal share, that a rank gets.
@@ -58,6 +61,8 @@ class BalanceRules:
 
     least_gain: float = 0.05
     windows: int = 2
+    small_gain: float = 0.1
+    small_gain_windows: int = 4
     noise_factor: float = 2.0
     least_share: float = 0.25
     most_share: float = 3.0
@@ -281,7 +286,8 @@ class Controller:
             self._running.clear()
             return []
         self._running.append(windows)
-        if len(self._running) < self.rules.windows:
+        is_small = gain_s < self.rules.small_gain * _step_s(windows)
+        if len(self._running) < (self.rules.small_gain_windows if is_small else self.rules.windows):
             return []
         joined = [_joined(own) for own in zip(*self._running, strict=True)]
         self._running.clear()
