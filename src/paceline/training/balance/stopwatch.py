@@ -53,7 +53,11 @@ class ThreadClock:
         """Return the times so far."""
         if self._file is None:
             return HostTimes(time.thread_time(), 0.0)
-        running_ns, not_running_ns = os.pread(self._file.fileno(), _SCHEDSTAT_BYTES, 0).split()[:2]
+        try:
+            times = os.pread(self._file.fileno(), _SCHEDSTAT_BYTES, 0)
+            running_ns, not_running_ns = times.split()[:2]
+        except (OSError, ValueError):  # a script may close what it did not open, as daemons do
+            return HostTimes(time.thread_time(), 0.0)
         return HostTimes(int(running_ns) / 1e9, int(not_running_ns) / 1e9)
 
 
