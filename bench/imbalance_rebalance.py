@@ -305,33 +305,31 @@ def uneven(report, data, rounds):
 
 def even(report, data, quick):
     """Measure what rebalancing costs where there is nothing to do, and whether it does nothing."""
-    kinds = {"on": {"cpu": [], "seconds": []}, "nothing": {"cpu": [], "seconds": []}}
+    clocks = {"cpu": "cpu", "wall": "seconds"}
+    found = {key: [] for key in itertools.product(("with hooks and without", "control"), clocks)}
     count = 8 if quick else 30
     for _ in range(1 if quick else 3):
         done = job(data, "even", steps=2 * EPOCH * (count + 1), paused=True)
-        for clock in ("cpu", "seconds"):
-            steps = np.reshape(done[clock], (count + 1, 2, EPOCH))[1:, :, WARM:]
+        for clock, name in clocks.items():
+            steps = np.reshape(done[name], (count + 1, 2, EPOCH))[1:, :, WARM:]
             # A step in ten exchanges figures: the median of every tenth step, then their mean.
             turns = np.reshape(steps, (count, 2, (EPOCH - WARM) // 10, 10))
             steps = np.median(turns, axis=2).mean(axis=2)
-            shares_of = {"on": [], "nothing": []}
+            shares_of = {"with hooks and without": [], "control": []}
             pairs = itertools.islice(pairs_of_epochs(), 1, count + 1)
             for (first, second), pair in zip(steps, pairs, strict=True):
                 # Of a pair without hooks either side may stand for the one with them.
-                swapped = pair[1] and not pair[0]
-                share = first / second - 1 if not swapped else second / first - 1
-                shares_of["on" if any(pair) else "nothing"].append(share)
+                share = second / first - 1 if pair == (False, True) else first / second - 1
+                shares_of["with hooks and without" if any(pair) else "control"].append(share)
             for kind, values in shares_of.items():
-                kinds[kind][clock].append(values)
-    figures = {}
-    for kind, clock in itertools.product(kinds, ("cpu", "seconds")):
-        median, low, high = figures[kind, clock] = median_interval(kinds[kind][clock])
-        report.row(case="overhead", pairs="with hooks and without" if kind == "on" else "control",
-                   clock="cpu" if clock == "cpu" else "wall", median=median, low=low,
+                found[kind, clock].append(values)
+    figures = {key: median_interval(jobs) for key, jobs in found.items()}
+    for (kind, clock), (median, low, high) in figures.items():
+        report.row(case="overhead", pairs=kind, clock=clock, median=median, low=low,
                    high=high)  # fmt: skip
-    _, low, high = figures["nothing", "cpu"]
-    report.bar("even: overhead of a step, CPU time", figures["on", "cpu"][0], OVERHEAD,
-               reason=f"nothing against nothing: {low:.2g} to {high:.2g}")  # fmt: skip
+    _, low, high = figures["control", "cpu"]
+    report.bar("even: overhead of a step, CPU time", figures["with hooks and without", "cpu"][0],
+               OVERHEAD, reason=f"nothing against nothing: {low:.2g} to {high:.2g}")  # fmt: skip
     acted = uneven_cores = 0
     count = 3 if quick else 100
     for number in range(count):

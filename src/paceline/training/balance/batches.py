@@ -1,6 +1,7 @@
-"""Batches of unequal sizes from an unchanged DataLoader with a DistributedSampler.
+"""Batches of unequal sizes from the loader of an unchanged script.
 
-Or with accelerate's BatchSamplerShard, as Hugging Face's Trainer has it.
+That is a DataLoader with a DistributedSampler or with accelerate's BatchSamplerShard, as Hugging
+Face's Trainer has it, or the store's Loader.
 
 The samples of a step are those of the script's own sampler: the union of all ranks' batches, rank
 after rank. A rank takes as many of them as its share says, so that equal shares are the batches of
@@ -79,6 +80,12 @@ class BalancedLoader:
         ranks = batch_sampler.num_processes
         batch = batch_sampler.batch_size // (ranks if batch_sampler.split_batches else 1)
         return cls(batch, ranks, batch_sampler.process_index)
+
+    @classmethod
+    def of_store(cls, loader: Any) -> BalancedLoader:
+        """Return that of the store's Loader (`why_not_store`)."""
+        equal = loader.batches
+        return cls(equal.global_batch_size // equal.world_size, equal.world_size, equal.rank)
 
     def batches(
         self, batch_sampler: Any, original: Callable[[Any], Iterator[list[Any]]]
@@ -310,11 +317,8 @@ def why_not_balanced(batch_sampler: Any) -> str:
     sampler = batch_sampler.sampler
     if not isinstance(sampler, DistributedSampler):
         return f"its samples come from a {type(sampler).__name__}, not from a DistributedSampler"
-    if not dist.is_initialized():
-        return "there is no process group"
-    own = (sampler.num_replicas, sampler.rank)
-    if own != (dist.get_world_size(), dist.get_rank()):
-        return f"its DistributedSampler is for rank {own[1]} of {own[0]}"
+    if why := _why_not_rank("DistributedSampler", sampler.num_replicas, sampler.rank):
+        return why
     if not _is_whole(sampler):
         return f"its {type(sampler).__name__} orders samples by more than epoch and rank"
     return ""
@@ -326,12 +330,7 @@ def _why_not_shard(shard: Any) -> str:
         return f"its batches come from a {type(inner).__name__}"
     if not shard.even_batches:
         return "its BatchSamplerShard has even_batches=False, so that ranks get unequally many"
-    if not dist.is_initialized():
-        return "there is no process group"
-    own = (shard.num_processes, shard.process_index)
-    if own != (dist.get_world_size(), dist.get_rank()):
-        return f"its BatchSamplerShard is for rank {own[1]} of {own[0]}"
-    return ""
+    return _why_not_rank("BatchSamplerShard", shard.num_processes, shard.process_index)
 
 
 def store_pass(balanced: BalancedLoader, loader: Any) -> BalancedPass:
@@ -348,11 +347,15 @@ def store_pass(balanced: BalancedLoader, loader: Any) -> BalancedPass:
 
 def why_not_store(loader: Any) -> str:
     """Return why batches of the store's loader stay as they are; empty if they can be divided."""
+    return _why_not_rank("Loader", loader.batches.world_size, loader.batches.rank)
+
+
+def _why_not_rank(divides: str, ranks: int, rank: int) -> str:
+    """Return why what divides samples among ranks does not do so among those of the script."""
     if not dist.is_initialized():
         return "there is no process group"
-    own = (loader.batches.world_size, loader.batches.rank)
-    if own != (dist.get_world_size(), dist.get_rank()):
-        return f"its Loader is for rank {own[1]} of {own[0]}"
+    if (ranks, rank) != (dist.get_world_size(), dist.get_rank()):
+        return f"its {divides} is for rank {rank} of {ranks}"
     return ""
 
 

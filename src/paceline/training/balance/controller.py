@@ -273,9 +273,9 @@ class Controller:
         slowest = _slowest(windows)
         if self._running and _slowest(self._running[-1]) != slowest:
             self._running.clear()
+        step_s = _step_s(windows)
         least_s = max(
-            self.rules.least_gain * _step_s(windows),
-            self.rules.noise_factor * self._noise_s(windows),
+            self.rules.least_gain * step_s, self.rules.noise_factor * self._noise_s(windows)
         )
         # No shares are ready before the rank that is ready first with these: where ranks are even,
         # nothing is to be divided.
@@ -286,7 +286,7 @@ class Controller:
             self._running.clear()
             return []
         self._running.append(windows)
-        is_small = gain_s < self.rules.small_gain * _step_s(windows)
+        is_small = gain_s < self.rules.small_gain * step_s
         if len(self._running) < (self.rules.small_gain_windows if is_small else self.rules.windows):
             return []
         joined = [_joined(own) for own in zip(*self._running, strict=True)]

@@ -180,30 +180,16 @@ class ScriptBalance:
             return original(sampler)
         if is_shard(sampler):
             self._divided_by_shards.add(sampler.batch_sampler)
-        loader = self._loaders.get(sampler)
-        if loader is None:
-            self._why_not = why_not_balanced(sampler)
-            if self._why_not or dist.get_world_size() == 1:
-                return original(sampler)
-            loader = self._loaders[sampler] = BalancedLoader.of(sampler)
-        if loader is self._training:
-            self._finish()
-        return loader.batches(sampler, original)
+        loader = self._begin_epoch(sampler, why_not_balanced, BalancedLoader.of)
+        return original(sampler) if loader is None else loader.batches(sampler, original)
 
     def _iterate_store(self, original: Callable[[Any], Any], loader: Any) -> Any:
         """Return the rest of an epoch of the store's loader."""
         if threading.get_ident() != self._thread:
             return original(loader)
-        self._why_not = why_not_store(loader)
-        if self._why_not or dist.get_world_size() == 1:
-            return original(loader)
-        balanced = self._loaders.get(loader)
+        balanced = self._begin_epoch(loader, why_not_store, BalancedLoader.of_store)
         if balanced is None:
-            equal = loader.batches
-            batch = equal.global_batch_size // equal.world_size
-            balanced = self._loaders[loader] = BalancedLoader(batch, equal.world_size, equal.rank)
-        if balanced is self._training:
-            self._finish()
+            return original(loader)
         batches = store_pass(balanced, loader)
         loader.part_of_batch = batches.draw
         iterator = original(loader)
@@ -212,6 +198,20 @@ class ScriptBalance:
         else:
             self._store_passes[iterator] = batches
         return iterator
+
+    def _begin_epoch(
+        self, divided: Any, why_not: Callable[[Any], str], make: Callable[[Any], BalancedLoader]
+    ) -> BalancedLoader | None:
+        """Return the shares of what divides samples; None if its batches stay as they are."""
+        loader = self._loaders.get(divided)
+        if loader is None:
+            self._why_not = why_not(divided)
+            if self._why_not or dist.get_world_size() == 1:
+                return None
+            loader = self._loaders[divided] = make(divided)
+        if loader is self._training:
+            self._finish()
+        return loader
 
     def _next(self, original: Callable[[Any], Any], iterator: Any) -> Any:
         """Return the next batch of a loader."""
