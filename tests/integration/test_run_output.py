@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -67,18 +67,14 @@ def tree(folder):
 def servers(task):
     """Return the processes that drain, and those that start them again."""
 
-    def is_server(pid):
-        try:
-            line = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            return False
-        return b"paceline.store.serve.output_server" in line
-
-    found = [pid for pid in task.running() if is_server(pid)]
-    parents = {pid: int(stat_fields(pid)[1]) for pid in found}
+    parents = {}
+    for pid in task.running():
+        with suppress(OSError):  # it has ended since
+            if b"paceline.store.serve.output_server" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                parents[pid] = int(stat_fields(pid)[1])
     return (
-        [pid for pid in found if parents[pid] in found],
-        [pid for pid in found if parents[pid] not in found],
+        [pid for pid, parent in parents.items() if parent in parents],
+        [pid for pid, parent in parents.items() if parent not in parents],
     )
 
 
@@ -250,6 +246,8 @@ def test_servers_of_two_nodes_are_killed_and_go_on(tmp_path, node):
         await_true(lambda: len(list(flags.iterdir())) == 2, "both programs to start")
         for count in (15, 30):
             await_true(lambda count=count: len(tree(target)) >= count, "files to be drained")
+            # The other node's server may have drained them before a killed one is started again.
+            await_true(lambda: servers(tasks[node])[0], "the node's server to run")
             os.kill(servers(tasks[node])[0][0], signal.SIGKILL)
         (flags / "end").touch()
         done = [task.wait() for task in tasks]
