@@ -14,27 +14,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
-    from paceline.trace.collectors.torch_hooks import RecordedKind
+    Attempt = Callable[[Callable[..., None], object], object]
 
 
-def on_import(name: str, callback: Callable[[ModuleType], None], kind: RecordedKind) -> None:
+def on_import(name: str, callback: Callable[[ModuleType], None], attempt: Attempt) -> None:
     """Call `callback` with the module `name` when it has been imported, or now if it has been.
 
-    A callback that fails stops the recording of `kind`; the import goes on.
+    Args:
+        name: of the module, with its packages'.
+        callback: what is called with it.
+        attempt: calls what it is given first with what it is given next, and lets no exception
+            pass: the import goes on. `RecordedKind.attempt` is one.
     """
     if name in sys.modules:
-        kind.attempt(callback, sys.modules[name])
+        attempt(callback, sys.modules[name])
     else:
-        sys.meta_path.insert(0, _Finder(name, callback, kind))
+        sys.meta_path.insert(0, _Finder(name, callback, attempt))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(
-        self, name: str, callback: Callable[[ModuleType], None], kind: RecordedKind
-    ) -> None:
+    def __init__(self, name: str, callback: Callable[[ModuleType], None], attempt: Attempt) -> None:
         self.name = name
         self.callback = callback
-        self.kind = kind
+        self.attempt = attempt
         self.found = False
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
@@ -46,22 +48,22 @@ class _Finder(importlib.abc.MetaPathFinder):
             sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            self.kind.attempt(self._follow, spec.loader)
+            self.attempt(self._follow, spec.loader)
         return spec
 
     def _follow(self, loader: Any) -> None:
         execute = loader.exec_module  # this loader is this module's own
-        loader.exec_module = functools.partial(_execute, execute, self.callback, self.kind)
+        loader.exec_module = functools.partial(_execute, execute, self.callback, self.attempt)
 
 
 def _execute(
     execute: Callable[[ModuleType], None],
     callback: Callable[[ModuleType], None],
-    kind: RecordedKind,
+    attempt: Attempt,
     module: ModuleType,
 ) -> None:
     execute(module)
-    kind.attempt(callback, module)
+    attempt(callback, module)
 
 
 internals.calls_the_script(_execute)

@@ -96,24 +96,28 @@ class TorchCollector:
         self.marks.on_step.append(self._note_step)
         self.phases.before_backward.append(self._before_backward)
         RecordedKind(Capability.DISPATCHER.value).attempt(self.collectives.install)
-        on_import("torch.distributed.checkpoint", self.phases.wrap_checkpoint, checkpoints)
-        on_import("paceline.store.feed.loader", self.phases.wrap_loader, waits)
+        on_import("torch.distributed.checkpoint", self.phases.wrap_checkpoint, checkpoints.attempt)
+        on_import("paceline.store.feed.loader", self.phases.wrap_loader, waits.attempt)
         on_import(
             "paceline.collectives.backend",
             self.python_groups.see_groups,
-            self.collectives.collectives,
+            self.collectives.collectives.attempt,
         )
         on_import(
             "paceline.collectives.tensor_heap",
             self.python_groups.see_heap,
-            self.collectives.collectives,
+            self.collectives.collectives.attempt,
         )
         on_import(
-            "paceline.training.pipeline.runtime", self.pipeline.see_runtime, self.pipeline.actions
+            "paceline.training.pipeline.runtime",
+            self.pipeline.see_runtime,
+            self.pipeline.actions.attempt,
         )
         if Capability.WORKS in self.available:
             on_import(
-                "paceline.collectives.works", self.collectives.see_works, self.collectives.waits
+                "paceline.collectives.works",
+                self.collectives.see_works,
+                self.collectives.waits.attempt,
             )
         if Capability.DYNAMO_FRAMES in self.available:
             hidden = RecordedKind(Capability.DYNAMO_FRAMES.value)

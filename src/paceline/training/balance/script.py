@@ -36,7 +36,6 @@ from paceline.core.errors import DeadlineExceeded
 from paceline.runs.balance import SlowNode, SlowNodes
 from paceline.trace.collectors.hook_registry import HookRegistry
 from paceline.trace.collectors.on_import import on_import
-from paceline.trace.collectors.torch_hooks import RecordedKind
 from paceline.training.balance.batches import (
     ACCELERATE,
     BalancedLoader,
@@ -65,8 +64,6 @@ if TYPE_CHECKING:
     from paceline.training.balance.exchange import WindowExchange
 
 _LOG = logging.getLogger(__name__)
-_STORE = RecordedKind("the shares of the store's loaders, which stay equal")
-_SHARDS = RecordedKind("the shares of accelerate's loaders, which stay equal")
 
 _LEAST_STEPS = 3  # measured, before a window ends
 _SEVERAL = 3  # steps that take batches of several loaders, to be sure that it is no evaluation
@@ -138,8 +135,10 @@ class ScriptBalance:
     def install(self) -> None:
         """Put the hooks in place."""
         self._replace(BatchSampler, "__iter__", self._iterate)
-        on_import(ACCELERATE, self._replace_shard, _SHARDS)
-        on_import("paceline.store.feed.loader", self._replace_store, _STORE)
+        of_shards = functools.partial(self._attempt, "accelerate's loaders")
+        on_import(ACCELERATE, self._replace_shard, of_shards)
+        of_store = functools.partial(self._attempt, "the store's loaders")
+        on_import("paceline.store.feed.loader", self._replace_store, of_store)
         self._replace(_BaseDataLoaderIter, "__next__", self._next)
         if hasattr(DistributedDataParallel, "_sync_buffers"):
             self._replace(DistributedDataParallel, "_sync_buffers", self._timed)
@@ -153,6 +152,13 @@ class ScriptBalance:
     def _replace_store(self, module: ModuleType) -> None:
         self._replace(module.Loader, "__iter__", self._iterate_store)
         self._replace(module.LoaderIterator, "__next__", self._next)
+
+    def _attempt(self, whose: str, action: Callable[..., None], module: object) -> None:
+        """Put hooks in place in a module; the script goes on without them if that fails."""
+        try:
+            action(module)
+        except Exception as problem:  # noqa: BLE001  # it may have changed in any way
+            self._say(f"batches of {whose} are not divided: {problem}")
 
     def close(self) -> None:
         """Write what is left to write; shares end with the process."""
