@@ -7,9 +7,9 @@ processes of its own:
 - unset       torch.multiprocessing.spawn, OMP_NUM_THREADS unset: torch takes a thread per core
 - torchrun    sets OMP_NUM_THREADS=1
 - lightning   mp.spawn with Lightning's cap: cores // processes threads
-- budget      paceline run --allocator system: the CPU budget alone, recorded as every run is
-- allocator   paceline run --budget off, with OMP_NUM_THREADS=1: the allocator alone
-- paceline    paceline run: both, its defaults
+- budget      paceline run --pace off --allocator system: the CPU budget alone, recorded as all runs
+- allocator   paceline run --pace off --budget off, with OMP_NUM_THREADS=1: the allocator alone
+- paceline    paceline run: its defaults, both and paced input
 
 The step time is that of the slower rank, with its wait for data; context switches are those of both
 ranks and their workers, all threads, per step.
@@ -54,8 +54,8 @@ CONTENDERS = {
         (),
     ),
     "lightning": ((sys.executable,), {}, ("--spawn", str(RANKS), "--caps")),
-    "budget": ((*RUN, "--allocator", "system"), {}, ()),
-    "allocator": ((*RUN, "--budget", "off"), {"OMP_NUM_THREADS": "1"}, ()),
+    "budget": ((*RUN, "--pace", "off", "--allocator", "system"), {}, ()),
+    "allocator": ((*RUN, "--pace", "off", "--budget", "off"), {"OMP_NUM_THREADS": "1"}, ()),
     "paceline": (RUN, {}, ()),
 }
 QUICK = ("unset", "torchrun", "lightning", "paceline")  # and one model

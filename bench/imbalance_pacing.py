@@ -89,7 +89,7 @@ def store_batches(samples, batch, steps, rank):
     count = batch * RANKS * steps
     numbers = ((f"{n:08}", n.to_bytes(8, "little")) for n in range(count))
     store.pack(store.Samples(numbers), path)
-    asked = store.LoaderOptions(workers=2, shuffle="none", pace="auto")
+    asked = store.LoaderOptions(workers=2, shuffle="none", pace="on")
     loader = store.Loader(
         path,
         batch * RANKS,

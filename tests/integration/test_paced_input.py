@@ -56,7 +56,7 @@ def test_a_paced_loader_delivers_the_same(pack, kind, ahead):
         with store.Loader(pack, 8, transform=as_tensor, options=options) as loader:
             return trained(loader)
 
-    (plain, plain_weight), (paced, paced_weight) = run("off"), run("auto")
+    (plain, plain_weight), (paced, paced_weight) = run("off"), run("on")
     assert len(plain) == 24
     assert plain == paced
     assert torch.equal(plain_weight, paced_weight)
@@ -190,20 +190,38 @@ dist.destroy_process_group()
 
 def test_a_run_paces_the_data_loaders_of_a_script(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
+    cases = {
+        "off": ("--pace", "off", "--record"),
+        "on": ("--pace", "on", "--no-record"),
+        "default": ("--record",),
+    }
     found = {}
-    for pace, record in (("off", "--record"), ("auto", "--no-record")):
-        command = [sys.executable, "-m", "paceline", "run", "-n", "2", "--pace", pace, record]
+    for name, options in cases.items():
+        command = [sys.executable, "-m", "paceline", "run", "-n", "2", *options]
         done = subprocess.run(
-            [*command, "--out", tmp_path / f"run-{pace}", "train.py", pace],
+            [*command, "--out", tmp_path / f"run-{name}", "train.py", name],
             cwd=tmp_path,
             capture_output=True,
             text=True,
             timeout=120,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        found[pace] = [
-            json.loads((tmp_path / f"{pace}-{rank}.json").read_text()) for rank in (0, 1)
+        found[name] = [
+            json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for rank in (0, 1)
         ]
-    assert [is_paced for is_paced, _ in found["off"]] == [False, False]
-    assert [is_paced for is_paced, _ in found["auto"]] == [True, True]
-    assert [losses for _, losses in found["auto"]] == [losses for _, losses in found["off"]]
+    has_gpu = torch.cuda.is_available()
+    for name, expected in (("off", False), ("on", True), ("default", not has_gpu)):
+        assert [is_paced for is_paced, _ in found[name]] == [expected] * 2
+        assert [losses for _, losses in found[name]] == [losses for _, losses in found["off"]]
+
+
+def test_a_data_loader_of_another_torch_is_left_alone_and_said(monkeypatch, caplog):
+    monkeypatch.setattr(paced_workers, "_NEEDED", (*paced_workers._NEEDED, "_of_a_later_torch"))
+    paced_workers._say_unpaced.cache_clear()
+    loader = data_loader("shuffled", pace=True, persistent=False)
+    for _ in range(2):
+        batches = iter(loader)
+        assert paced_workers.pacing_of(batches) is None
+        assert len(list(batches)) == 16
+    (said,) = caplog.messages
+    assert "DataLoader has no _of_a_later_torch" in said

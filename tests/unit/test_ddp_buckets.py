@@ -12,7 +12,7 @@ PROGRAM = """
 import sys
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from paceline.launch.ddp_buckets import set_bucket_bytes
+from paceline.launch.worker.ddp_buckets import set_bucket_bytes
 
 set_bucket_bytes(int(sys.argv[1]), int(sys.argv[2]))
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -122,6 +122,7 @@ EXPORTS = {
     "launch.hangs": [],
     "launch.servers": [],
     "launch.tuning": [],
+    "launch.worker": [],
     "launch": [],
     "launch.startup": [],
     "launch.rendezvous": [],

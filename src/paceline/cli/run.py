@@ -91,9 +91,9 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
 )
 @click.option(
     "--pace",
-    type=click.Choice(["auto", "off"]),
-    help="auto: loaders refill in the parts of a step that leave cores free; off: as soon as there "
-    "is room [default: off].",
+    type=click.Choice(["auto", "on", "off"]),
+    help="on: loaders refill in the parts of a step that leave cores free; off: as soon as there "
+    "is room; auto: on without a GPU [default: auto].",
 )
 @click.option(
     "--strategy",

@@ -72,8 +72,9 @@ class RunConfig(Configuration):
         node_reader: whether one process of each node reads for the loaders of all its ranks, where
             the script does not say (`paceline.store.LoaderOptions`); None: as its own section of
             the configuration does (`paceline.store.LoaderConfig`).
-        pace: ``auto`` has loaders, torch's DataLoader among them, refill in the parts of a step
-            that leave cores free (docs/guides/pacing.md); None: as the section of loaders says.
+        pace: ``on`` has loaders, torch's DataLoader among them, refill in the parts of a step
+            that leave cores free (docs/guides/pacing.md), ``auto`` on ranks without a GPU; None: as
+            the section of loaders says.
         strategy: how a script that calls `paceline.training.prepare` and does not say it divides
             batches and layers among the ranks (`paceline.training.TrainingOptions`).
         partitions: parts of the model's layers, for the same scripts.
@@ -131,7 +132,7 @@ class RunConfig(Configuration):
     allocator: AllocatorChoice = "keep"
     collectives: CollectivesChoice = "torch"
     node_reader: Literal["auto", "on", "off"] | None = None
-    pace: Literal["auto", "off"] | None = None
+    pace: Literal["auto", "on", "off"] | None = None
     strategy: StrategyChoice | None = None
     partitions: int | None = None
     replicas: int | None = None

@@ -54,6 +54,7 @@ LABELS = {
 _LEAST_GAIN = 0.01  # of a step, to be worth a remedy
 # Settings of `paceline run` that are remedies.
 _SETTING = {"budget": BUDGET, "pace": PACING, "rebalance": REBALANCING}
+_UNSET = {"pace": "auto"}  # what it means that a setting is not set, if not off
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,7 +223,7 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> dict[str, s
     """Return the settings of two runs that differ, by name: ``off -> auto``."""
     values = [config.get("values") for config in (before, now)]
     first, second = (
-        {name: _value(setting) for name, setting in found.items()}
+        {name: _value(name, setting) for name, setting in found.items()}
         if isinstance(found, dict)
         else {}
         for found in values
@@ -231,9 +232,11 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> dict[str, s
     return {name: f"{first[name]} -> {second[name]}" for name in names}
 
 
-def _value(setting: object) -> str:
+def _value(name: str, setting: object) -> str:
     value = setting.get("value") if isinstance(setting, dict) else setting
-    return "off" if value in (None, False) else "on" if value is True else str(value)
+    if value is None:
+        return _UNSET.get(name, "off")
+    return "off" if value is False else "on" if value is True else str(value)
 
 
 # --- words and rows ---------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def differ(rank, ranks):
 
 
 def ddp(rank, _ranks):
-    from paceline.launch.ddp_order import check_order
+    from paceline.launch.worker.ddp_order import check_order
 
     check_order()
     models = {name: Branches().double() for name in ("1", "2")}

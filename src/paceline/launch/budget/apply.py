@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,7 @@ from paceline.core.affinity import (
 from paceline.core.config import environment
 from paceline.core.foreign_cpu import cpu_use
 from paceline.launch.budget.budget import RankBudget, threads_variables
-from paceline.launch.startup.sitecustomize import ModuleWatch
+from paceline.launch.when_loaded import when_loaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,16 +64,9 @@ def follow(budget: RankBudget, server: str) -> None:
     if rank.compute:
         os.sched_setaffinity(0, rank.compute)
     rank.begin = cpu_use()
-    _when_loaded("torch", rank.respect_own_threads)
-    _when_loaded("torch.utils.data.dataloader", rank.place_workers)
-    _when_loaded("torch.distributed.distributed_c10d", rank.place_progress)
-
-
-def _when_loaded(name: str, change: Callable[[Any], None]) -> None:
-    if (module := sys.modules.get(name)) is not None:
-        change(module)
-    else:
-        sys.meta_path.insert(0, ModuleWatch(name, change))
+    when_loaded("torch", rank.respect_own_threads)
+    when_loaded("torch.utils.data.dataloader", rank.place_workers)
+    when_loaded("torch.distributed.distributed_c10d", rank.place_progress)
 
 
 class _RankThreads:

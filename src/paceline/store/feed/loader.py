@@ -34,7 +34,7 @@ from paceline.store.feed.dataset import PackDataset
 from paceline.store.feed.node.join import join
 from paceline.store.feed.options import NAMES_KEPT, LoaderOptions, LoaderStats, StageTimes
 from paceline.store.feed.order import SampleOrder
-from paceline.store.feed.paced_workers import pace
+from paceline.store.feed.paced_workers import is_paced, pace
 from paceline.store.feed.pacing import Pacer
 from paceline.store.feed.phases import PHASES, follow_optimizers
 from paceline.store.feed.sampler import RankBatches, load_state, resolve_rank, save_state
@@ -241,7 +241,7 @@ class Loader:
         """Return threads that make the rest of the epoch, each with one of torch's own threads."""
         options, count = self.options, worker_count(self.options)
         torch_threads, prepared = torch.get_num_threads(), threading.Semaphore(0)
-        is_paced = options.is_paced
+        paced = is_paced(options.uses_pace)
 
         def prepare() -> None:
             torch.get_num_threads()  # the first call in a thread overwrites what was set before
@@ -261,9 +261,9 @@ class Loader:
             name="paceline-loader",
             describe=self.maker.describe,
             prepare=prepare,
-            pacer=Pacer(options.batches_ahead, options.bytes_ahead) if is_paced else None,
+            pacer=Pacer(options.batches_ahead, options.bytes_ahead) if paced else None,
         )
-        if is_paced:
+        if paced:
             follow_optimizers()
             PHASES.add(threads)
         for _ in range(count):
@@ -293,7 +293,7 @@ class Loader:
                 pin_memory=pins_memory(options),
             )
         batches: Iterator[Batch | Exception] = iter(self._processes)
-        if self.options.is_paced:
+        if is_paced(self.options.uses_pace):
             pace(batches, self.options.bytes_ahead)
         return batches
 

@@ -15,7 +15,7 @@ NAMES_KEPT = 1000  # of skipped samples
 
 
 NodeReader = Literal["auto", "on", "off"]
-Pace = Literal["auto", "off"]
+Pace = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class LoaderConfig(Configuration):
     section: ClassVar[str] = "loader"
     node_reader: NodeReader = "auto"
     read_turns: Literal["auto", "on", "off"] = "auto"
-    pace: Pace = "off"
+    pace: Pace = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,10 +72,10 @@ class LoaderOptions:
             and ranks get views of shared memory: ``auto`` where several ranks share a node and the
             data are larger than half the memory that they may use, ``on`` or ``off``; None: as the
             configuration says (`LoaderConfig`), which is ``auto`` by default.
-        pace: ``auto`` begins to make a batch while the loop communicates or updates parameters,
+        pace: ``on`` begins to make a batch while the loop communicates or updates parameters,
             rather than as the loop takes one, unless stock is low; ``off`` as soon as there is
-            room; None: as the configuration says (`LoaderConfig`), ``off`` by default
-            (docs/guides/pacing.md).
+            room; ``auto`` is ``on`` without a GPU; None: as the configuration says
+            (`LoaderConfig`), ``auto`` by default (docs/guides/pacing.md).
 
     Raises:
         UsageError: a value is none of these.
@@ -133,9 +133,9 @@ class LoaderOptions:
         return self.node_reader or resolve(LoaderConfig).config.node_reader
 
     @property
-    def is_paced(self) -> bool:
+    def uses_pace(self) -> Pace:
         """Whether refills are paced: as given, or as configured."""
-        return (self.pace or resolve(LoaderConfig).config.pace) == "auto"
+        return self.pace or resolve(LoaderConfig).config.pace
 
 
 @dataclass(slots=True)

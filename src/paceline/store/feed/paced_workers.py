@@ -13,11 +13,12 @@ not indices (a new epoch, the end). Workers, order and results are those of torc
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import time
 import weakref
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import dataloader
@@ -25,7 +26,22 @@ from torch.utils.data import dataloader
 from paceline.store.feed.pacing import Pacer, Stock
 from paceline.store.feed.phases import PHASES, follow_optimizers
 
+if TYPE_CHECKING:
+    from paceline.store.feed.options import Pace
+
+_LOG = logging.getLogger(__name__)
 BYTES_AHEAD = 256 << 20  # in flight; as `LoaderOptions.bytes_ahead`
+# What is used of torch's iterators, 2.10 to 2.13.
+_NEEDED = (
+    "_data_queue",
+    "_index_queues",
+    "_next_data",
+    "_num_workers",
+    "_prefetch_factor",
+    "_rcvd_idx",
+    "_task_info",
+    "_tasks_outstanding",
+)
 _MEASURED_ITEMS = 64  # of a batch: its bytes are those of its first tensors
 
 
@@ -43,7 +59,7 @@ class PacedWorkers:
     """
 
     def __init__(self, iterator: Any, bytes_ahead: int = BYTES_AHEAD) -> None:
-        ahead = iterator._prefetch_factor * iterator._num_workers  # noqa: SLF001  # torch 2.10 to 2.13
+        ahead = iterator._prefetch_factor * iterator._num_workers  # noqa: SLF001
         self.pacer = Pacer(ahead, bytes_ahead)
         self._iterator = weakref.ref(iterator)
         self._held: deque[tuple[Any, Any]] = deque()  # queue of a worker, what goes there
@@ -149,8 +165,16 @@ class _HoldingQueue:
         return getattr(self._queue, name)
 
 
+def is_paced(pace: Pace) -> bool:
+    """Return whether input is paced; ``auto``: unless a GPU computes, beside which cores are free.
+
+    Ask when a loader starts, and not before: it loads CUDA.
+    """
+    return pace == "on" or (pace == "auto" and not torch.cuda.is_available())
+
+
 @functools.cache
-def pace_data_loaders() -> None:
+def pace_data_loaders(pace_: Pace) -> None:
     """Pace each DataLoader with worker processes that this process makes from now on."""
     iterator = dataloader._MultiProcessingDataLoaderIter  # noqa: SLF001
     original = iterator.__init__
@@ -158,14 +182,18 @@ def pace_data_loaders() -> None:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        pace(self)
+        if is_paced(pace_):
+            pace(self)
 
     iterator.__init__ = init
 
 
 def pace(iterator: Any, bytes_ahead: int = BYTES_AHEAD) -> None:
     """Pace one iterator of a DataLoader, unless it is paced or has no worker processes."""
-    if pacing_of(iterator) is not None or not hasattr(iterator, "_index_queues"):
+    if pacing_of(iterator) is not None or getattr(iterator, "_num_workers", 1) == 0:
+        return
+    if missing := [name for name in _NEEDED if not hasattr(iterator, name)]:
+        _say_unpaced(f"torch {torch.__version__}'s DataLoader has no {', '.join(missing)}")
         return
     follow_optimizers()
     paced = PacedWorkers(iterator, bytes_ahead)
@@ -177,6 +205,11 @@ def pacing_of(iterator: Any) -> PacedWorkers | None:
     """Return what paces an iterator of a DataLoader; None if nothing does."""
     next_data = getattr(iterator, "_next_data", None)
     return next_data.paced if isinstance(next_data, _PacedNext) else None
+
+
+@functools.cache
+def _say_unpaced(why: str) -> None:
+    _LOG.warning("input is not paced: %s", why)
 
 
 class _PacedNext:

@@ -7,17 +7,20 @@ cores.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.store.feed.paced_workers import pace_data_loaders
 from paceline.store.feed.phases import PHASES
 
+if TYPE_CHECKING:
+    from paceline.store.feed.options import Pace
 
-def pace_input() -> None:
+
+def pace_input(pace: Pace) -> None:
     """Pace each DataLoader that the script makes, by the phases of its loop."""
-    pace_data_loaders()
+    pace_data_loaders(pace)
     original = DistributedDataParallel.__init__
 
     @functools.wraps(original)

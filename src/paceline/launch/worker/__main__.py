@@ -34,14 +34,15 @@ from paceline.launch.failure_report import write_report
 from paceline.launch.guard import guard, leave_like
 from paceline.launch.program import ProgramKind
 from paceline.launch.startup.sitecustomize import offer_stacks
+from paceline.launch.when_loaded import when_loaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-_BUCKETS = "paceline.launch.ddp_buckets"
+_BUCKETS = "paceline.launch.worker.ddp_buckets"
 _MEMORY = "paceline.training.out_of_core.script"
-_INPUT = "paceline.launch.paced_input"
-_ORDER = "paceline.launch.ddp_order"
+_INPUT = "paceline.launch.worker.paced_input"
+_ORDER = "paceline.launch.worker.ddp_order"
 _BALANCE = "paceline.training.balance.script"
 _COLLECTIVES = "paceline.collectives.registration"
 _TUNING = "paceline.launch.tuning.session"
@@ -120,7 +121,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--record", choices=("on", "off"), default="on")
     parser.add_argument("--profile-steps", type=int, default=0, help="steps to profile")
     parser.add_argument("--collectives", choices=("torch", "paceline"), default="torch")
-    parser.add_argument("--pace", choices=("auto", "off"), default="off")
+    parser.add_argument("--pace", choices=("auto", "on", "off"), default="off")
     parser.add_argument("--threads", type=int, help="compute threads of the plan, without a budget")
     parser.add_argument(
         "--buckets", type=int, nargs=2, help="bytes of DDP's buckets, and of the first"
@@ -141,8 +142,11 @@ def _change_torch(options: argparse.Namespace, rank: int, environ: Mapping[str, 
         importlib.import_module(_BUCKETS).set_bucket_bytes(*options.buckets)
     if options.collectives == "paceline":
         importlib.import_module(_COLLECTIVES).replace_gloo()
-    if options.pace == "auto":
-        importlib.import_module(_INPUT).pace_input()
+    if options.pace != "off":
+        when_loaded(
+            "torch",
+            lambda _: importlib.import_module(_INPUT).pace_input(options.pace),
+        )
     if options.record == "on":  # which imports torch anyway
         importlib.import_module(_ORDER).check_order()
     if options.tune:
