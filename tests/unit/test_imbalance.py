@@ -146,6 +146,23 @@ def test_no_remedy_brings_more_than_the_cores_have_to_do():
     assert found[1].gain_of("budget").step_s > 1.1  # noise stays, around what cores have to do
 
 
+def test_cpu_time_above_that_of_the_measured_steps_makes_no_step_longer():
+    """Loader workers that start, or threads that spin, take CPU time that steps do not need."""
+    busy_s = np.random.default_rng(7).uniform(0.8, 1.2, (2, 100))
+    parts = made_up(busy_s, no_core_s=0.4 * busy_s, cores=2, cpu_s=5.0)
+    for gain in forecast_remedies(parts, [6], QUICK).worlds[0].gains:
+        assert gain.gain > -0.005  # noise is another one
+
+
+def test_threads_that_spin_now_and_then_are_not_work_of_the_cores():
+    phases, counters, _ = made_up_run(np.random.default_rng(8), 2, STEPS, Noise(), ())
+    calm = parts_of_run(phases, counters, ["a"] * 2, cores=2)
+    spins = np.where(np.arange(STEPS) % 3 == 0, 10.0, 1.0)
+    spun = [dataclasses.replace(rank, running_s=rank.running_s * spins) for rank in phases]
+    spinning = parts_of_run(spun, counters, ["a"] * 2, cores=2)
+    assert 0 < spinning.cpu_s < 1.5 * calm.cpu_s
+
+
 def test_remedies_that_cannot_be_judged_are_named_with_the_reason():
     random = np.random.default_rng(6)
     without = forecast_remedies(of_run(random, ranks=1, loader_workers=0), [6], QUICK)

@@ -264,9 +264,9 @@ def _with_remedy(
     parts: BusyParts, remedy: str, copies: Sequence[float], settings: ForecastSettings
 ) -> Maxima:
     if remedy == PACING:
-        parts = at_least(with_paced_input(parts))
+        parts = at_least(with_paced_input(parts), parts)
     if remedy in (BUDGET, TOGETHER) and parts.no_core_s is not None:
-        parts = at_least(without_core_waits(parts))
+        parts = at_least(without_core_waits(parts), parts)
     places = np.arange(parts.steps) % parts.period
     unshared = node_maxima(parts.busy_s, parts.nodes)
     found = _slowest(unshared, places, copies, settings.tail)

@@ -42,6 +42,9 @@ _COMMUNICATES = [PHASES.index(name) for name in ("waiting", "transfer")]
 _SHARABLE = [PHASES.index(name) for name in ("input", "copy", "forward", "backward")]
 _PASSES = [PHASES.index(name) for name in ("forward", "backward")]
 _OTHER = PHASES.index("other")
+# Of a rank's CPU times of steps: more threads than cores spin for each other in many of them, which
+# is no work that is to be done.
+_NEEDED_CPU = 0.25
 _LATE_SHARE = 0.05  # of a median step, by which every k-th step must be longer
 
 
@@ -62,7 +65,7 @@ class BusyParts:
         period: each `period`-th step is longer; 1 if none is.
         loader_workers: processes or threads that load for each rank; None if not known.
         cores: of a node; 0 if not known.
-        cpu_s: CPU time of the busiest node's ranks in a step, and of their loader workers if
+        cpu_s: CPU time that the busiest node's ranks need in a step, and their loader workers if
             `workers_counted`.
         workers_counted: whether it has the CPU time of loader workers.
     """
@@ -97,8 +100,11 @@ class BusyParts:
 
     @property
     def least_step_s(self) -> float:
-        """What a step takes at least if all cores of a node are always busy; 0 if not known."""
-        return self.cpu_s / self.cores if self.cores else 0.0
+        """What a step takes at least if all cores of a node are always busy; 0 if not known.
+
+        No more than the measured step, which had the same work.
+        """
+        return min(self.step_s, self.cpu_s / self.cores) if self.cores else 0.0
 
 
 def busy_parts(
@@ -165,7 +171,7 @@ def parts_of_run(
     sharable = _SHARABLE if seconds[:, :, _PASSES].any() else [*_SHARABLE, _OTHER]
     known = all(rank.known for rank in counters)
     no_core_s = np.array([rank.not_running_s[kept] for rank in counters]) if known else None
-    ran_s = np.array([rank.running_s[kept].mean() for rank in phases])
+    ran_s = np.array([np.quantile(rank.running_s[kept], _NEEDED_CPU) for rank in phases])
     numbers = np.unique(np.asarray(nodes), return_inverse=True)[1]
     step_s = float(train_s.mean())
     return BusyParts(

@@ -51,15 +51,23 @@ def with_paced_input(parts: BusyParts) -> BusyParts:
     return _faster(parts, parts.no_core_s * np.minimum(1.0, room_s / wanted_s)[:, None])
 
 
-def at_least(parts: BusyParts) -> BusyParts:
+def at_least(parts: BusyParts, measured: BusyParts) -> BusyParts:
     """Return steps that are not shorter than the work of the cores of a node, on average.
 
     Where a remedy took more away, busy times grow in proportion, so that they keep their noise.
+
+    Args:
+        parts: with a remedy.
+        measured: without.
     """
-    mean_s = float(np.mean([values.mean() for values in node_maxima(parts.busy_s, parts.nodes)]))
-    least_s = parts.least_step_s - parts.communication_s
-    factor = max(1.0, least_s / max(mean_s, 1e-12))
+    least_s = min(parts.least_step_s - parts.communication_s, _node_mean_s(measured))
+    factor = max(1.0, least_s / max(_node_mean_s(parts), 1e-12))
     return replace(parts, busy_s=parts.busy_s * factor, sharable_s=parts.sharable_s * factor)
+
+
+def _node_mean_s(parts: BusyParts) -> float:
+    """Return what the slowest rank of a node takes, on average."""
+    return float(np.mean([values.mean() for values in node_maxima(parts.busy_s, parts.nodes)]))
 
 
 def _faster(parts: BusyParts, saved_s: np.ndarray) -> BusyParts:
