@@ -182,6 +182,8 @@ for x, y in batches:
     optimizer.step()
     losses.append(loss.item())
 is_paced = paced_workers.pacing_of(batches) is not None
+hooks = sum(len(weight._post_accumulate_grad_hooks or ()) for weight in model.parameters())
+assert hooks == is_paced, hooks
 with open(f"{sys.argv[1]}-{dist.get_rank()}.json", "w") as file:
     json.dump([is_paced, losses], file)
 dist.destroy_process_group()

@@ -7,6 +7,7 @@ cores.
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +16,8 @@ from paceline.store.feed.paced_workers import pace_data_loaders
 from paceline.store.feed.phases import PHASES
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from paceline.store.feed.options import Pace
 
 
@@ -26,11 +29,18 @@ def pace_input(pace: Pace) -> None:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        first = next((p for p in self.module.parameters() if p.requires_grad), None)
-        if first is not None:  # its gradient comes last: what follows is communication
-            first.register_post_accumulate_grad_hook(_after_backward)
+        model = weakref.ref(self.module)
+        PHASES.when_listened(lambda: _follow_backward(model()))
 
     DistributedDataParallel.__init__ = init
+
+
+def _follow_backward(model: nn.Module | None) -> None:
+    """Have the end of a model's backward passes begin a phase in which cores are free."""
+    parameters = model.parameters() if model is not None else ()
+    first = next((parameter for parameter in parameters if parameter.requires_grad), None)
+    if first is not None:  # its gradient comes last: what follows is communication
+        first.register_post_accumulate_grad_hook(_after_backward)
 
 
 def _after_backward(_parameter: Any) -> None:

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class PhaseListener(Protocol):
@@ -25,10 +28,22 @@ class LoopPhases:
 
     def __init__(self) -> None:
         self._listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._has_listened = False
+        self._sources: list[Callable[[], None]] = []
 
     def add(self, listener: PhaseListener) -> None:
         """Call `listener` from now on, until nothing else refers to it."""
         self._listeners.add(listener)
+        self._has_listened = True
+        while self._sources:
+            self._sources.pop()()
+
+    def when_listened(self, begin: Callable[[], None]) -> None:
+        """Call `begin`, which starts to look for such phases, once there is a listener."""
+        if self._has_listened:
+            begin()
+        else:
+            self._sources.append(begin)
 
     def cores_are_free(self) -> None:
         """Pass on that such a phase begins."""
