@@ -174,7 +174,7 @@ def is_paced(pace: Pace) -> bool:
 
 
 @functools.cache
-def pace_data_loaders(pace_: Pace) -> None:
+def pace_data_loaders(wanted: Pace) -> None:
     """Pace each DataLoader with worker processes that this process makes from now on."""
     iterator = dataloader._MultiProcessingDataLoaderIter  # noqa: SLF001
     original = iterator.__init__
@@ -182,7 +182,7 @@ def pace_data_loaders(pace_: Pace) -> None:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if is_paced(pace_):
+        if is_paced(wanted):
             pace(self)
 
     iterator.__init__ = init
