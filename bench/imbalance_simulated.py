@@ -88,9 +88,10 @@ def train(rank, folder, steps):
 
 def children_s():
     """Return the CPU time of this process's children until now."""
-    me = os.getpid()
-    children = Path(f"/proc/self/task/{me}/children").read_text().split()
-    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in children]
+    from paceline.core.processes import stat_fields
+
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    stats = [stat_fields(int(pid)) for pid in children]
     ticks = sum(int(fields[11]) + int(fields[12]) for fields in stats)
     return ticks / os.sysconf("SC_CLK_TCK")
 

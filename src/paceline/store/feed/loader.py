@@ -36,7 +36,7 @@ from paceline.store.feed.options import NAMES_KEPT, LoaderOptions, LoaderStats, 
 from paceline.store.feed.order import SampleOrder
 from paceline.store.feed.paced_workers import is_paced, pace
 from paceline.store.feed.pacing import Pacer
-from paceline.store.feed.phases import PHASES, follow_optimizers
+from paceline.store.feed.phases import PHASES
 from paceline.store.feed.sampler import RankBatches, load_state, resolve_rank, save_state
 from paceline.store.feed.tasks import (
     BatchTask,
@@ -264,7 +264,6 @@ class Loader:
             pacer=Pacer(options.batches_ahead, options.bytes_ahead) if paced else None,
         )
         if paced:
-            follow_optimizers()
             PHASES.add(threads)
         for _ in range(count):
             prepared.acquire(timeout=options.timeout_s)

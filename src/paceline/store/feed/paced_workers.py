@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import dataloader
 
 from paceline.store.feed.pacing import Pacer, Stock
-from paceline.store.feed.phases import PHASES, follow_optimizers
+from paceline.store.feed.phases import PHASES
 
 if TYPE_CHECKING:
     from paceline.store.feed.options import Pace
@@ -59,7 +59,7 @@ class PacedWorkers:
     """
 
     def __init__(self, iterator: Any, bytes_ahead: int = BYTES_AHEAD) -> None:
-        ahead = iterator._prefetch_factor * iterator._num_workers  # noqa: SLF001
+        ahead = iterator._prefetch_factor * iterator._num_workers  # noqa: SLF001  # see `_NEEDED`
         self.pacer = Pacer(ahead, bytes_ahead)
         self._iterator = weakref.ref(iterator)
         self._held: deque[tuple[Any, Any]] = deque()  # queue of a worker, what goes there
@@ -195,7 +195,6 @@ def pace(iterator: Any, bytes_ahead: int = BYTES_AHEAD) -> None:
     if missing := [name for name in _NEEDED if not hasattr(iterator, name)]:
         _say_unpaced(f"torch {torch.__version__}'s DataLoader has no {', '.join(missing)}")
         return
-    follow_optimizers()
     paced = PacedWorkers(iterator, bytes_ahead)
     iterator._next_data = _PacedNext(iterator, paced)  # noqa: SLF001
     PHASES.add(paced)

@@ -1,14 +1,14 @@
 """Says when a training loop leaves cores free: while it communicates, and in its optimizer.
 
 Works without a recorder. Whoever knows of such a phase calls `PHASES.cores_are_free`: a hook before
-each optimizer's step (`follow_optimizers`), Paceline's engine when a backward pass has computed
-all gradients, and for DistributedDataParallel a hook of `paceline run`. Whoever paces input listens
-(`PHASES.add`), as long as it lives. The phase ends when the listener's own next batch is taken.
+each optimizer's step, Paceline's engine when a backward pass has computed all gradients, and for
+DistributedDataParallel a hook of `paceline run`. Whoever paces input listens (`PHASES.add`), as
+long as it lives; hooks come with the first listener (`PHASES.when_listened`). The phase ends when
+the listener's own next batch is taken.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -55,8 +55,7 @@ class LoopPhases:
 PHASES = LoopPhases()
 
 
-@functools.cache
-def follow_optimizers() -> None:
+def _follow_optimizers() -> None:
     """Have the step of each optimizer in this process begin such a phase. Imports torch."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -65,3 +64,6 @@ def follow_optimizers() -> None:
 
 def _before_step(*_: Any) -> None:
     PHASES.cores_are_free()
+
+
+PHASES.when_listened(_follow_optimizers)
