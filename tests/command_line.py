@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import forking
+
 DEADLINE_S = 120
 _WITHOUT_TORCH = """
 import sys
@@ -22,4 +24,4 @@ def without_torch(*args, **options):
     Options are those of `subprocess.run`; stdout and stderr are captured unless they are given.
     """
     captured = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": DEADLINE_S}
-    return subprocess.run([sys.executable, "-c", _WITHOUT_TORCH, *args], **(captured | options))
+    return forking.run([sys.executable, "-c", _WITHOUT_TORCH, *args], **(captured | options))

@@ -3,13 +3,10 @@
 import os
 from pathlib import Path
 
+import examples
 import pytest
-from hypothesis import HealthCheck, settings
 
-# Hypothesis fails an example that takes 200 ms, and a test whose data are slow to generate. Both
-# are timed assertions: on a loaded machine they fail at random.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+examples.load()
 
 # Under PYTHONUNBUFFERED print writes a line in two pieces, and the lines of ranks that share a pipe
 # get mixed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -18,17 +19,31 @@ import weakref
 from pathlib import Path
 from typing import Self
 
+import forking
+from forking import MARK
+
 SCRIPTS = Path(__file__).parent / "integration" / "scripts"
 EXAMPLES = Path(__file__).parent.parent / "examples"
 DEADLINE_S = 120
-MARK = "TEST_RUN_MARK"
 TWO_NODES = (("127.0.0.1", ()),) * 2  # on this host: an address of each, words before its command
 
 
 class Launched:
-    """A run of the command line in a folder of its own, with a temporary folder of its own."""
+    """A run of the command line in a folder of its own, with a temporary folder of its own.
 
-    def __init__(self, folder: Path, *args, prefix=(), env=None, threads=1, own_group=False):
+    Its processes are forked (`forking`) unless `fresh`, where starting them is what is tested.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *args,
+        prefix=(),
+        env=None,
+        threads=1,
+        own_group=False,
+        fresh=False,
+    ):
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.temporary = Path(tempfile.mkdtemp(prefix="run-"))
@@ -43,7 +58,10 @@ class Launched:
             **(env or {}),
         }
         self.shared_before = _names("/dev/shm")
-        self.process = subprocess.Popen(
+        start = (
+            subprocess.Popen if fresh else functools.partial(forking.Popen, modules=forking.TORCH)
+        )
+        self.process = start(
             [*prefix, sys.executable, "-m", "paceline", *map(str, args)],
             cwd=folder,
             env=environ,
@@ -89,15 +107,7 @@ class Launched:
 
     def running(self) -> list[int]:
         """Return the processes of this run that still run: all of them carry its mark."""
-        needle = f"{MARK}={self.mark}".encode()
-        found = []
-        for folder in Path("/proc").iterdir():
-            try:
-                if folder.name.isdecimal() and needle in (folder / "environ").read_bytes():
-                    found.append(int(folder.name))
-            except OSError:  # it has ended
-                continue
-        return found
+        return forking.marked(self.mark)
 
     def shared_memory(self) -> list[str]:
         """Return what is new in /dev/shm and belongs to no living process."""

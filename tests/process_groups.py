@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forking
+
 DEADLINE_S = 120
 RANK_PROCESS = Path(__file__).parent / "rank_process.py"
 
@@ -23,8 +25,9 @@ def run_ranks(
     command = [sys.executable, str(RANK_PROCESS), str(script), str(folder / "store")]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
     processes = [
-        subprocess.Popen(
+        forking.Popen(
             [*command, str(rank), str(ranks), *map(str, args)],
+            modules=forking.TORCH,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -78,8 +81,9 @@ def lost_peer(folder: Path, ranks: int, how: str, deadline_s: float = DEADLINE_S
     """Run conformance/scripts/lost_peer.py; return the error of the first rank that got one."""
     script = Path(__file__).parent / "conformance/scripts/lost_peer.py"
     processes = [
-        subprocess.Popen(
+        forking.Popen(
             [sys.executable, str(script), str(folder / "store"), str(rank), str(ranks), how],
+            modules=forking.TORCH,
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,7 +89,7 @@ def _dictionary(monkeypatch):
 
 
 @pytest.mark.usefixtures("few", "_dictionary")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(samples=sample_sets(), options=options, cut=st.integers(0, 25))
 def test_packs_are_as_the_page_says_also_when_appended_to(samples, options, cut):
     first, second = samples[:cut], samples[cut:]

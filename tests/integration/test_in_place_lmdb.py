@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import lmdb
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -148,7 +149,7 @@ def test_keys_that_are_no_paths_are_named_by_their_digits(tmp_path, keys):
     assert pack.names[0] == min(keys).hex()
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     commits=st.lists(
         st.lists(

@@ -7,6 +7,7 @@ import shutil
 import lmdb
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,7 +75,7 @@ def path(tmp_path_factory):
 
 
 @pytest.mark.parametrize("direct", [False, True])
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(data=st.data())
 def test_samples_are_what_reading_one_by_one_gives(path, direct, data):
     with open_pack(path) as pack:

@@ -6,6 +6,7 @@ import itertools
 import math
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,7 +48,7 @@ def samplers(data, ranks, **options):
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     data=st.integers(1, 120),
     ranks=st.integers(1, 5),
@@ -98,7 +99,7 @@ def test_a_step_has_the_samples_of_the_scripts_own_sampler(
         assert [next(own, None) for own in ours] == [None] * ranks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     data=st.integers(1, 120),
     ranks=st.integers(1, 5),

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,7 +39,7 @@ def state_of(count, seed, sparse):
     return tensors
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(**CASES)
 def test_the_native_kernel_gives_the_bits_of_torch_and_loses_nothing(
     count, density, nesterov, mask, seed, sparse
@@ -69,7 +70,7 @@ def test_the_native_kernel_gives_the_bits_of_torch_and_loses_nothing(
     assert torch.equal(velocity, plain_velocity * kept)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(
     values=st.lists(st.integers(-5, 5), min_size=1, max_size=60),
     wanted=st.integers(1, 60),
@@ -80,7 +81,7 @@ def test_the_largest_are_those_of_a_stable_sort(values, wanted):
     assert largest(magnitudes, wanted).tolist() == sorted(order.tolist())
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(count=st.integers(1, 10**8), density=st.floats(1e-4, 1.0), step=st.integers(0, 10**6))
 def test_a_sample_lies_in_the_tensor_and_is_large_enough(count, density, step):
     sample = sample_of(count, density, "name", step)
@@ -108,7 +109,7 @@ def test_a_sampled_threshold_takes_about_as_many_as_wanted(density):
     assert float(residual.abs().max()) <= 1.2 * float(sent.values.abs().min())
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(count=st.integers(1, 500), seed=st.integers(0, 1000))
 def test_entries_are_added_as_torch_adds_them(count, seed):
     random = torch.Generator().manual_seed(seed)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ def entries_of(length, count, seed):
     return Entries(indices, torch.randn(count, generator=random) * 1e-3)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     length=st.one_of(st.integers(1, 500), st.integers(60_000, 400_000)),
     share=st.sampled_from((0.0, 0.0001, 0.001, 0.02, 0.2, 1.0)),
@@ -57,7 +58,7 @@ def test_entries_that_lie_further_apart_than_a_code_reaches():
     assert values.tolist() == [1.0, 2.0, 3.0]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50),
     dtype=st.sampled_from((torch.float16, torch.bfloat16)),
@@ -99,7 +100,7 @@ def test_values_of_another_dtype_are_refused():
         Codec(length=10, capacity=1, dtype=torch.float64)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 9)), min_size=1, max_size=4),
     ranks=st.integers(1, 9),

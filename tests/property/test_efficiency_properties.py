@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from examples import examples
 from exchanges import Collective, EndOfStep, Message, Work, play
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,7 +50,7 @@ def measured(by_rank):
         return measure_efficiency(analyse(load_run(write_run(Path(folder), by_rank))))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(programs())
 def test_factors_paths_and_costs_add_up(program):
     by_rank, _ = play(*program)
@@ -74,7 +75,7 @@ def test_factors_paths_and_costs_add_up(program):
     assert found.cut_count == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(programs(rooted=False))
 def test_free_communication_is_what_ranks_do_when_data_move_in_no_time(program):
     ranks, actions = program

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,7 +56,7 @@ OPTIONS = st.builds(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     options=OPTIONS,
     selector=st.sampled_from(sorted(SELECTORS)),

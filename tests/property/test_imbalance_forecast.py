@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -32,7 +33,7 @@ def test_shares_add_up_keep_their_bounds_and_never_make_the_last_rank_later(shar
 
 
 @given(values=st.lists(arrays(float, 12, elements=SECONDS), min_size=1, max_size=4))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_of_more_nodes_the_slowest_is_slower_up_to_what_was_measured(values):
     copies = [1, 2, 8, 64, 4096, 1e6]
     found = slowest(values, copies)
@@ -48,7 +49,7 @@ def test_of_more_nodes_the_slowest_is_slower_up_to_what_was_measured(values):
 
 
 @given(values=arrays(float, 200, elements=SECONDS), count=st.integers(1, 50))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_the_fitted_tail_is_that_of_the_values_where_they_are(values, count):
     """With few nodes the tail hardly counts; with many it only makes the slowest slower."""
     measured = slowest([values], [1, count])

@@ -4,6 +4,7 @@ import tempfile
 from fractions import Fraction
 from pathlib import Path
 
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledgers import UPDATE
@@ -102,7 +103,7 @@ def _do(ledger, batch, now_ms):
     return accepted
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.tuples(st.lists(operations(), max_size=8), st.integers(0, 100)), max_size=8),
 )

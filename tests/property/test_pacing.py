@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -98,7 +99,7 @@ SECONDS = st.floats(0.01, 2.0)
     *(st.integers(1, 6), st.integers(1, 3000)),
     *(SECONDS, SECONDS, SECONDS, st.booleans()),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_bytes_in_flight_stay_bounded_and_every_batch_comes(
     sizes, ahead, bytes_ahead, make_s, compute_s, free_s, shows
 ):
@@ -109,7 +110,7 @@ def test_bytes_in_flight_stay_bounded_and_every_batch_comes(
 
 
 @given(st.integers(2, 6), SECONDS, SECONDS, SECONDS, st.integers(5, 40), st.integers(1, 1000))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_a_loader_that_limits_the_loop_is_not_slowed(ahead, make_s, compute_s, free_s, steps, size):
     """Whatever the durations are, the loop waits as without a pacer while nothing is ready."""
     make_s += compute_s + free_s  # slower than the loop
@@ -120,7 +121,7 @@ def test_a_loader_that_limits_the_loop_is_not_slowed(ahead, make_s, compute_s, f
 
 
 @given(st.integers(2, 6), SECONDS, SECONDS, st.integers(10, 40), st.floats(0.05, 0.9))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_a_loader_with_time_to_spare_works_where_cores_are_free(
     ahead, compute_s, free_s, steps, share
 ):

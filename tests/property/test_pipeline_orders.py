@@ -5,6 +5,7 @@ import random
 import re
 
 import pytest
+from examples import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pipeline_cases import (
@@ -59,7 +60,7 @@ def test_each_generated_order_is_proved_whatever_the_edges(schedule, data):
 
 
 @given(schedule=drawn_schedules())
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_a_schedule_survives_json(schedule):
     assert PipelineSchedule.from_text(schedule.to_text()) == schedule
 
@@ -120,7 +121,7 @@ def test_a_dropped_repeated_or_misplaced_action_is_found(schedule, data):
 
 
 @given(schedule=drawn_schedules(), data=st.data(), seed=st.integers(0, 999))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_swapped_actions_are_refused_exactly_if_ranks_would_wait_for_ever(schedule, data, seed):
     rank = data.draw(st.integers(0, schedule.ranks - 1))
     actions = list(schedule.actions[rank])

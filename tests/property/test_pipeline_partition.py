@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -89,7 +90,7 @@ def problems(draw):
 
 
 @given(problem=problems())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_no_partition_has_a_faster_slowest_stage(problem):
     costs, stages, speeds, live, exposed = problem
     found = partition(costs, stages, speeds=speeds, live=live, link=LINK, exposed=exposed)
@@ -104,7 +105,7 @@ def test_no_partition_has_a_faster_slowest_stage(problem):
 
 
 @given(problem=problems(), data=st.data())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_the_best_of_those_that_keep_the_bound_is_found(problem, data):
     costs, stages, speeds, live, exposed = problem
     bound = data.draw(

@@ -4,6 +4,7 @@ import dataclasses
 import random
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_cases import chain, drawn_schedules, edges_of, execute
@@ -199,7 +200,7 @@ def test_stages_of_one_rank_exchange_nothing():
 
 
 @given(whole=st.tuples(seconds, seconds), part=st.tuples(seconds, seconds))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_the_parts_of_a_backward_that_are_not_given_follow_from_the_whole(whole, part):
     forward = (1.0, 1.0)
     halves = StageCosts(forward_s=forward, backward_s=whole).by_kind()

@@ -3,6 +3,7 @@
 import io
 import re
 
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
@@ -17,7 +18,7 @@ from paceline.report.units import (
     shown_parts,
 )
 
-FEW = settings(max_examples=20)  # each prints a table
+FEW = settings(max_examples=examples(20))  # each prints a table
 NUMBER = st.from_regex(r"[0-9]{1,3}(,[0-9]{3})?(\.[0-9]{1,2})? (ms|%|GB/s)", fullmatch=True)
 WORD = st.text("abcdefghijklmnopqrstuvwxyz", min_size=1, max_size=11)
 NAME = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=90)

@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,7 +48,7 @@ def test_a_position_alone_decides_the_sample(order, data):
 
 
 @given(st.integers(2, 2**62), st.data())
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_large_sets_cost_no_memory_and_stay_in_range(count, data):
     order = SampleOrder(sample_count=count, shuffle=data.draw(st.sampled_from(["global", "block"])))
     positions = np.unique(data.draw(st.lists(st.integers(0, count - 1), max_size=200)))
@@ -235,7 +236,7 @@ def test_global_batches_are_the_same_for_any_number_of_ranks(settings, done):
 
 
 @given(shares, st.sampled_from(WORLDS), st.sampled_from(WORLDS), st.integers(0, 20))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_a_restart_on_another_number_of_ranks_loses_and_repeats_nothing(
     settings, before, after, done
 ):

@@ -2,6 +2,7 @@
 
 import itertools
 
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ def sampled(steps, step_ns, costs_ns):
     return found
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.integers(100_000, 200_000_000),
     st.lists(st.integers(1, 20_000_000), min_size=1, max_size=5),
@@ -39,7 +40,7 @@ def test_each_sample_is_paid_for_before_the_next(step_ns, costs_ns):
         assert later - step >= min(LEAST_EVERY, later) - FIRST_STEP
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.integers(1_000_000, 100_000_000),
     st.lists(st.integers(1000, 2_000_000), min_size=1, max_size=4),

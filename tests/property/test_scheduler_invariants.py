@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -10,7 +11,10 @@ from scheduler_worlds import CLUSTERS, Driver
 from paceline.scheduler.policies import POLICIES
 
 STEPS = settings(
-    max_examples=12, stateful_step_count=40, suppress_health_check=list(HealthCheck), deadline=None
+    max_examples=examples(12),
+    stateful_step_count=40,
+    suppress_health_check=list(HealthCheck),
+    deadline=None,
 )
 RANDOM_EVENTS = 100_000  # over all policies
 

@@ -2,6 +2,7 @@
 
 import math
 
+from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -122,5 +123,5 @@ class InventoryMachine(RuleBasedStateMachine):
         assert self.inventory.free_bits == fresh.free_bits
 
 
-InventoryMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30)
+InventoryMachine.TestCase.settings = settings(max_examples=examples(80), stateful_step_count=30)
 test_free_devices_are_those_that_nobody_took = InventoryMachine.TestCase

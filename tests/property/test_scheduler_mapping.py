@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,7 +86,7 @@ def test_trainings_are_mapped_at_least_cost(per_node, shape, seed):
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(ranks=st.integers(2, 7), spare=st.integers(0, 1), seed=st.integers(0, 2**32))
 def test_any_traffic_is_mapped_within_a_tenth_of_the_least_cost(ranks, spare, seed):
     rng = np.random.default_rng(seed)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_worlds import CLUSTERS, random_job, rate_model
@@ -42,7 +43,7 @@ def planned(seed, cluster, rates):
     return state, candidates, assign(candidates, dict(state.inventory.usable))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     seed=st.integers(0, 2**32),
     cluster=st.sampled_from(sorted(CLUSTERS)),

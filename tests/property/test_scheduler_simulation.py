@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_worlds import CLUSTERS, random_job, rate_model
@@ -67,7 +68,7 @@ def simulated(name, the_world):
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("told", ["truth", "wrong", "nothing"])
-@settings(max_examples=4)
+@settings(max_examples=examples(4))
 @given(seed=st.integers(0, 2**32), cluster=st.sampled_from(sorted(CLUSTERS)))
 def test_every_job_ends_and_equal_seeds_give_equal_logs(name, told, seed, cluster):
     the_world = world(seed, cluster, told=told)
@@ -84,7 +85,7 @@ def test_every_job_ends_and_equal_seeds_give_equal_logs(name, told, seed, cluste
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(seed=st.integers(0, 2**32), cluster=st.sampled_from(sorted(CLUSTERS)), shared=st.booleans())
 def test_no_policy_beats_the_lower_bounds(name, seed, cluster, shared):
     """Whatever numbers of devices it chooses, and whichever of them happen to be the fastest."""
@@ -106,7 +107,7 @@ def test_no_policy_beats_the_lower_bounds(name, seed, cluster, shared):
     assert figures.rho_worst >= figures.rho_p99
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.lists(
         st.tuples(st.integers(0, 50), st.integers(1, 50)).map(lambda t: (t[0], t[0] + t[1])),

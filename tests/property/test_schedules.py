@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from schedule_cases import RANKS, expected, inputs, interleaved, replay, schedules
@@ -25,7 +26,7 @@ SIZES = (0, 1, 13, 4099)
 SCRATCH_BYTES = 4096  # less than most messages of the largest size: they go in segments
 TIMEOUT_S = 60
 SMALL = [schedule for ranks in (2, 3, 4, 6) for schedule in schedules(ranks)]
-DRAWN = settings(max_examples=150)
+DRAWN = settings(max_examples=examples(150))
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -76,7 +77,7 @@ def test_hosts_of_any_sizes_and_order_are_served(sizes, shuffle, chunks, data):
 
 
 @given(st.integers(1, 40))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_ring_and_halving_serve_any_number_of_ranks(ranks):
     for make in (ring, halving_doubling):
         check(make("reduce_scatter", ranks))

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -48,7 +49,7 @@ def plans(draw, most=64):
     return plan, data * microbatches * draw(st.sampled_from([1, 2]))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(chosen=plans(), data=st.data())
 def test_by_class_and_one_by_one_agree(chosen, data):
     plan, batch = chosen
@@ -80,7 +81,7 @@ def test_a_disturbed_rank_delays_the_replicas_at_its_place_alone():
     assert by_class == pytest.approx(by_rank)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(chosen=plans())
 def test_an_undisturbed_step_takes_what_the_closed_form_says(chosen):
     plan, batch = chosen
@@ -92,7 +93,7 @@ def test_an_undisturbed_step_takes_what_the_closed_form_says(chosen):
     assert simulated == pytest.approx(predicted, rel=close)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(chosen=plans())
 def test_ranks_pass_microbatches_in_the_order_of_the_executed_schedule(chosen):
     plan, batch = chosen

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,7 +87,7 @@ compressions = st.builds(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(first=samples, options=compressions, more=samples, others=compressions)
 def test_packs_give_back_what_went_in_on_every_path(first, options, more, others):
     more = {name: body for name, body in more.items() if name not in first}

@@ -5,6 +5,7 @@ import shutil
 import struct
 
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -162,7 +163,7 @@ changes = st.tuples(
 )
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(change=changes, second=st.none() | changes)
 def test_no_door_ends_with_anything_but_an_error_of_ours(place, change, second):
     index = broken((place / "good" / "index.pace").read_bytes(), change)

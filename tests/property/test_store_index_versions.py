@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -65,7 +66,7 @@ def content(path):
         )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     samples=st.dictionaries(names, bodies, max_size=12),
     more=st.dictionaries(names, bodies, max_size=4),

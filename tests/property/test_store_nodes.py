@@ -5,6 +5,7 @@ import math
 from unittest import mock
 
 import numpy as np
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -130,7 +131,7 @@ class Cluster:
         return [n for n in self.names if n not in self.down and shard in self.members[n][0].held]
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     count=st.integers(2, 5),
     shards=st.integers(1, 16),
@@ -223,7 +224,7 @@ class SlowCluster(Cluster):
         assert self.is_whole(), {name: self.members[name][0].held for name in self.names}
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     count=st.integers(2, 4),
     shards=st.integers(1, 16),
@@ -244,7 +245,7 @@ def test_all_copies_are_there_again_after_each_kill(count, shards, kills):
         assert len(cluster.source_reads) <= shards
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     count=st.integers(2, 5),
     shards=st.integers(1, 16),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,7 +54,7 @@ def flatten(tree, above=b""):
     return files, folders
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(tree=trees, shard_bytes=st.sampled_from([128, 640, 1 << 20]), data=st.data())
 def test_a_pack_holds_exactly_its_tree(tree, shard_bytes, data):
     files, folders = flatten(tree)
@@ -96,7 +97,7 @@ def test_a_pack_holds_exactly_its_tree(tree, shard_bytes, data):
             again.close()
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(data=st.binary(max_size=4000), cut=st.integers(0, 4000), seed=st.integers(0, 2**32 - 1))
 def test_crc32c_equals_the_bitwise_definition(data, cut, seed):
     crc = ~seed & 0xFFFFFFFF

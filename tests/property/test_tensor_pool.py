@@ -2,6 +2,7 @@
 
 import ctypes
 
+from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
@@ -72,5 +73,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert peak >= used
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+PoolMachine.TestCase.settings = settings(
+    max_examples=examples(60), stateful_step_count=60, deadline=None
+)
 test_pool = PoolMachine.TestCase

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,7 +48,7 @@ def passes(draw, ranks, chunks):
     return StagePasses(tuple(forwards), tuple(backwards))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.data(),
     st.sampled_from([("1f1b", 1), ("fill_drain", 1), ("zero_bubble", 1), ("1f1b", 2)]),

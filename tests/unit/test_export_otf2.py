@@ -10,6 +10,7 @@ import subprocess
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from otf2_archives import check_archive, printed, read
@@ -223,7 +224,7 @@ def _check_prototype(module, what, types):
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)), max_size=14))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_any_regions_are_written_nested_and_in_order(tmp_path_factory, intervals):
     """Regions that are not nested are cut where the region around them ends."""
     folder = tmp_path_factory.mktemp("otf2")

@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +50,7 @@ def no_thread_is_left():
 
 
 @given(st.integers(0, 60), st.integers(1, 5), st.integers(1, 8))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_results_come_in_the_order_of_tasks(count, threads, ahead):
     pieces = [Piece(number) for number in range(count)]
     work = start(pieces, threads=threads, ahead=ahead)
@@ -77,7 +78,7 @@ def test_a_slow_first_task_does_not_let_others_past():
 
 
 @given(st.lists(st.integers(0, 100), max_size=40), st.integers(1, 5), st.integers(1, 150))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_what_is_ahead_is_bounded_in_number_and_bytes(sizes, ahead, size):
     lock, out, most = threading.Lock(), [0, 0], [0, 0]
 

@@ -4,6 +4,7 @@ import io
 import itertools
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -149,7 +150,7 @@ def test_page_terminal_and_json_show_it(tmp_path):
     assert found["bubble"]["schedule"] == "1f1b"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     stages=st.integers(2, 4),
     microbatches=st.integers(1, 6),

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from traces import MS, Event, Late, data_parallel, write_run
@@ -78,7 +79,7 @@ def test_one_hiccup_makes_no_straggler(tmp_path):
 
 
 @example(460, 2, 5, 20, 5.0, "data", None)  # five batches of four steps were too few to tell
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     world_size=st.sampled_from([2, 4, 6]),
