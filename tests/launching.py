@@ -154,12 +154,15 @@ def launch_node(
     return Launched(folder, "run", *place, *args, **options)
 
 
-def launch_nodes(folder: Path, hosts, *args, env=None) -> list[Launched]:
-    """Start a run with a launcher on each host, given as address and words to run there."""
+def launch_nodes(folder: Path, hosts, *args, **options) -> list[Launched]:
+    """Start a run with a launcher on each host, given as address and words to run there.
+
+    `options` are those of `Launched`.
+    """
     endpoint = free_endpoint(hosts[0][0])
     words = ("--no-record", *args)
     return [
-        launch_node(folder, number, endpoint, *words, count=len(hosts), prefix=prefix, env=env)
+        launch_node(folder, number, endpoint, *words, count=len(hosts), prefix=prefix, **options)
         for number, (_, prefix) in enumerate(hosts)
     ]
 

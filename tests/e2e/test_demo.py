@@ -6,7 +6,7 @@ import re
 import pytest
 from launching import Launched
 
-pytestmark = pytest.mark.alone
+JUDGES_TIMES = pytest.mark.campaign("e2e")
 
 
 def demo(folder, *args):
@@ -27,6 +27,7 @@ def test_it_trains_to_a_good_model_on_all_images(slowed):
     assert result["test_accuracy"] >= 0.95
 
 
+@JUDGES_TIMES
 def test_it_finds_the_rank_that_was_slowed(slowed):
     result, launched, _ = slowed
     check_straggler(result, rank=1, cause="data", about_ms=20)
@@ -66,6 +67,7 @@ def test_its_report_is_one_page_without_references(slowed):
     assert not re.search(r"(src|href)=[\"']?https?:", page)
 
 
+@JUDGES_TIMES
 def test_the_verbs_that_read_a_run_take_the_demos_folder(slowed):
     _, _, folder = slowed
     why = Launched(folder, "why", "paceline-demo").wait()

@@ -5,18 +5,18 @@ tested. Here each test process has servers, one for each set of modules; a serve
 and forks a child for each program that is started::
 
     test process            server (one thread)              child
-      Popen(command) ------> fork ------------------------->  cwd, variables, descriptors, session
-                     <------------------------------------    its process id
-      poll, wait     ------> waitpid                          runs the module or script as __main__
+      Popen(command) ------> fork ---------------------> cwd, variables, descriptors
+                     <--------------------------------- its process id
+      poll, wait     ------> waitpid                      runs the program as __main__
 
 What a child starts by `subprocess.Popen` is forked from it in the same way: the ranks of a launcher.
 
 A fork is what a start would have made, but for these: its modules are loaded already, C libraries
-have read their variables before, and /proc/PID/cmdline and environ are the server's (`marked` finds
-it all the same). A program is started, not forked, where that could matter: if its variables differ
-in what libraries read (`READ_AT_START`), if the interpreter gets options that cannot be applied
-afterwards, or if the process that would be forked has threads that Python does not know, such as
-OpenMP's, whose locks the child would inherit. Tests of what a start itself does ask for it: `fresh`.
+have read their variables before, and /proc/PID/cmdline and environ are the server's (`marked`
+finds it all the same). A program is started, not forked, where that could matter: if its variables
+differ in what libraries read (`READ_AT_START`), if the interpreter gets options that cannot be
+applied afterwards, or if the process that would be forked has threads that Python does not know,
+such as OpenMP's, whose locks the child would inherit. Tests of a start itself ask for one: `fresh`.
 """
 
 from forking.popen import PLAIN, TORCH, Popen, run

@@ -14,6 +14,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import types
@@ -105,6 +106,7 @@ def _reset(order) -> None:
     subprocess.Popen = sys.modules["forking.popen"].Popen
     atexit._clear()
     logging.root.handlers.clear()
+    tempfile.tempdir = None  # chosen by the variables of the parent
     random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()

@@ -5,7 +5,7 @@ from launching import SCRIPTS, last_json, paceline
 
 from paceline.runs.folder import RunFolder
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.campaign("e2e")  # judges times; rules are tested on written traces
 
 FIRST, LAST, STEPS = 40, 100, 140
 WINDOW_TOLERANCE = 0.1 * (LAST - FIRST + 1)
@@ -22,9 +22,9 @@ def run(folder, *arguments):
     ("rank", "place"),
     [
         (1, "data"),
-        pytest.param(0, "compute", marks=pytest.mark.campaign("e2e")),
-        pytest.param(0, "data", marks=pytest.mark.campaign("e2e")),
-        pytest.param(1, "compute", marks=pytest.mark.campaign("e2e")),
+        (0, "compute"),
+        (0, "data"),
+        (1, "compute"),
     ],
 )
 def test_the_slowed_rank_is_named(tmp_path, rank, place):
@@ -39,9 +39,7 @@ def test_the_slowed_rank_is_named(tmp_path, rank, place):
     assert 0 < late.others_wait < 1
 
 
-@pytest.mark.parametrize(
-    "engine", ["allreduce", pytest.param("sharded", marks=pytest.mark.campaign("e2e"))]
-)
+@pytest.mark.parametrize("engine", ["allreduce", "sharded"])
 def test_the_slowed_rank_is_named_under_our_engine(tmp_path, engine):
     """Its all-reduce in shared memory was not recorded: no rank had waited for the late one."""
     _, result = run(tmp_path, "--rank", 1, "--place", "data", "--ms", 25, "--engine", engine)

@@ -21,7 +21,7 @@ from paceline.probe.doctor import diagnose
 from paceline.probe.links import measure_links
 from paceline.probe.storage import measure_folder
 
-pytestmark = pytest.mark.alone
+MEASURES = pytest.mark.campaign("e2e")  # this machine, of which other tests take a part
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +35,7 @@ def outcome(tmp_path_factory):
     return result, out
 
 
+@MEASURES
 def test_prints_what_it_wrote(outcome):
     result, out = outcome
     machine = Machine.from_text(out.read_text())
@@ -42,6 +43,7 @@ def test_prints_what_it_wrote(outcome):
     assert "two processes; collectives" in result.stderr
 
 
+@MEASURES
 def test_shared_memory_is_faster_and_collectives_of_more_ranks_are_added(outcome, tmp_path):
     machine = Machine.from_text(outcome[1].read_text())
     small = machine.collective("all_reduce").points[1].seconds.value
@@ -81,6 +83,7 @@ def test_memory_is_touched_for_the_first_time_whatever_the_allocator_keeps():
     assert int(done.stdout) >= 32  # of 2 MiB each where pages are huge
 
 
+@MEASURES
 def test_measures_compute_links_and_storage(outcome):
     machine = Machine.from_text(outcome[1].read_text())
     assert machine.allocator == allocator_setting("keep", os.environ).in_effect
@@ -209,7 +212,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_measuring(tmp_path, mo
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
 def test_a_probe_that_is_ended_takes_its_workers_along(tmp_path, name):
-    running = Launched(tmp_path, "probe", "--quick", "--out", "machine.json")
+    running = Launched(tmp_path, "probe", "--quick", "--out", "machine.json", fresh=True)
     await_true(lambda: any(_is_worker(pid) for pid in running.running()), "a worker")
     running.process.send_signal(getattr(signal, name))
     running.wait()

@@ -131,7 +131,7 @@ print(os.environ["RANK"], first, len(files), len(wrong), sorted({line[-18:] for 
 
 
 def servers(task):
-    """Return the data servers of a run, and the processes that start them again."""
+    """Return the data servers of a fresh run, and the processes that start them again."""
 
     def is_server(pid):
         try:
@@ -169,7 +169,7 @@ def start_paused(data, tmp_path, *options):
     flags = tmp_path / "flags"
     flags.mkdir()
     words = (*options, script, "/mnt/x", data / "plain", flags)
-    tasks = launch_nodes(tmp_path, TWO_NODES, *words)
+    tasks = launch_nodes(tmp_path, TWO_NODES, *words, fresh=True)  # see servers()
     await_true(lambda: len(list(flags.glob("ready*"))) == 2, "both programs to read")
     return tasks, flags
 
@@ -236,7 +236,7 @@ def test_nothing_is_left_when_a_launcher_is_killed(data, tmp_path):
 def test_what_a_kill_of_everything_left_is_removed_by_the_next_run(data, tmp_path):
     options = ("run", "--no-record", "--data", f"{data / 'pack'}:/mnt/x")
     sleeper = ("/bin/sh", "-c", "touch started; sleep 600")
-    with Launched(tmp_path, *options, "--out", "A", *sleeper) as task:
+    with Launched(tmp_path, *options, "--out", "A", *sleeper, fresh=True) as task:
         await_true((tmp_path / "started").exists, "the program to start")
         # The launcher last: the others would see its end, and clean up.
         guarded, guards = servers(task)
@@ -347,6 +347,7 @@ def test_replicas_serve_what_a_killed_server_held(data, tmp_path):
             *("run", "--no-record", "--out", "RUN", "--nnodes", 3, "--node-rank", number),
             *("--rdzv-endpoint", endpoint, *options, "--data-folder", tmp_path / f"l{number}"),
             *(script, "/mnt/x", data / "plain", flags),
+            fresh=True,
         )
         for number in range(3)
     ]

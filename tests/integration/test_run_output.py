@@ -47,7 +47,8 @@ def start_script(folder, text):
     flags.mkdir()
     script.write_text(text)
     output = ("--output", f"{target}:{POINT}")
-    return launch_nodes(folder, TWO_NODES, *output, script, POINT, flags), flags, target
+    tasks = launch_nodes(folder, TWO_NODES, *output, script, POINT, flags, fresh=True)
+    return tasks, flags, target
 
 
 def on_rank(rank):
@@ -65,8 +66,7 @@ def tree(folder):
 
 
 def servers(task):
-    """Return the processes that drain, and those that start them again."""
-
+    """Return the processes of a fresh run that drain, and those that start them again."""
     parents = {}
     for pid in task.running():
         with suppress(OSError):  # it has ended since
@@ -439,7 +439,7 @@ def test_a_server_that_is_killed_goes_on(tmp_path):
     )
     words = ("/bin/sh", "-c", script, "sh", POINT, tmp_path)
     options = ("run", "--no-record", "--out", "RUN", "--output", f"{tmp_path}/shared:{POINT}")
-    with Launched(tmp_path, *options, *words) as task:
+    with Launched(tmp_path, *options, *words, fresh=True) as task:
         await_true((tmp_path / "started").exists, "the program to start")
         os.kill(servers(task)[0][0], signal.SIGKILL)
         (tmp_path / "go").touch()
