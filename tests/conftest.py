@@ -1,12 +1,17 @@
 """What all tests share: skips are accounted for, and the way to the project's own shared data."""
 
 import os
+import signal
 from pathlib import Path
 
 import examples
 import pytest
 
 examples.load()
+
+# A shell has what it starts in the background ignore SIGINT; programs of tests would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Under PYTHONUNBUFFERED print writes a line in two pieces, and the lines of ranks that share a pipe
 # get mixed.
