@@ -1,7 +1,6 @@
 """A pytest plugin: appends seconds and outcome of each phase of each test to $SUITE_TIMES.
 
-Fixtures are told apart from the test that first asked for them, since what several tests share is
-charged to one of them.
+Fixtures have entries of their own: pytest charges a shared fixture to the first test that uses it.
 """
 
 import json

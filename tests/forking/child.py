@@ -20,7 +20,7 @@ import traceback
 import types
 from pathlib import Path
 
-from forking.processes import MARK, bear
+from forking.processes import MARK, set_mark
 
 _FAILED = 120  # the code of the interpreter that cannot flush its streams
 _FIRST_FREE = 200  # descriptors above all that a test passes on by number
@@ -43,6 +43,7 @@ def program_of(command):
         options.append(words.pop(0))
     if words and words[0] in ("-m", "-c"):
         return (words[0], words[1], words[2:], options) if len(words) > 1 else None
+    # Folders and archives, which the interpreter runs too, are started.
     if not words or words[0].startswith("-") or Path(words[0]).suffix != ".py":
         return None
     return "script", words[0], words[1:], options
@@ -76,7 +77,7 @@ def become(order, descriptors, tell):
         _take(descriptors, order["targets"])
         _open_streams("-u" in program_of(order["command"])[3])
         code = _run(order["command"])
-    except BaseException:  # noqa: BLE001  # a mistake of ours, which the test shall see
+    except BaseException:  # noqa: BLE001  # an error of this module: shown to the test
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -102,7 +103,7 @@ def _reset(order) -> None:
     os.environ.clear()
     os.environ.update(order["environ"])
     if MARK in os.environ:
-        bear(os.environ[MARK])
+        set_mark(os.environ[MARK])
     subprocess.Popen = sys.modules["forking.popen"].Popen
     atexit._clear()
     logging.root.handlers.clear()

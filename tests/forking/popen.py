@@ -70,11 +70,9 @@ class Popen(subprocess.Popen):
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):
         # The order of CPython 3.11 to 3.14.
-        (_, _, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite), others = (
-            rest[:9],
-            rest[9:],
-        )
-        _, gid, gids, uid, umask, session, process_group = others
+        _, _, shell, *pipes = rest[:9]
+        p2cread, _, _, c2pwrite, _, errwrite = pipes
+        _, gid, gids, uid, umask, session, process_group = rest[9:]
         environ = dict(os.environ if env is None else env)
         environ = {os.fsdecode(name): os.fsdecode(value) for name, value in environ.items()}
         command = (
@@ -99,7 +97,7 @@ class Popen(subprocess.Popen):
             descriptors = [at if given == -1 else given for at, given in enumerate(streams)]
             self._fork(order, [*descriptors, *pass_fds])
             self._child_created = True
-            self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+            self._close_pipe_fds(*pipes)
         else:
             super()._execute_child(
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest

@@ -11,8 +11,8 @@ _PR_SET_NAME = 15
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def bear(mark: str) -> None:
-    """Give this process and its forks a name by which `marked` finds them."""
+def set_mark(mark: str) -> None:
+    """Name this process and its forks, so that `marked` finds them."""
     _libc.prctl(_PR_SET_NAME, mark[:_NAME_BYTES].encode())
 
 
@@ -22,14 +22,14 @@ def marked(mark: str) -> list[int]:
     found = []
     for folder in Path("/proc").iterdir():
         try:
-            if folder.name.isdecimal() and _bears(folder, mark, variable):
+            if folder.name.isdecimal() and _is_marked(folder, mark, variable):
                 found.append(int(folder.name))
         except OSError:  # it has ended
             continue
     return found
 
 
-def _bears(folder: Path, mark: str, variable: bytes) -> bool:
+def _is_marked(folder: Path, mark: str, variable: bytes) -> bool:
     state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
     if state in "ZX":
         return False

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import os
 import pkgutil
-import signal
 import socket
 import sys
 
 from forking import child
 from forking.messages import receive, send
 from forking.popen import has_foreign_threads
+from paceline.core.processes import die_with_parent
 
 _FRAMEWORKS = ("torch", "flwr", "mpi4py", "jax", "tensorflow")
-_PR_SET_PDEATHSIG = 1
 
 
 def main(number: int, parent: int, modules: list[str], tests: str) -> None:
@@ -30,9 +28,7 @@ def main(number: int, parent: int, modules: list[str], tests: str) -> None:
     """
     sys.path.remove(tests)
     child.use_path(sys.path)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return
+    die_with_parent(parent)
     connection = socket.socket(fileno=number)
     for module in modules:
         if module == "paceline without torch":
