@@ -125,7 +125,7 @@ PackReader::PackReader(const std::string& place, const ReadOptions& options)
   if (!options.index_only) open_shards();
 }
 
-PackReader::~PackReader() = default;
+PackReader::~PackReader() { closing_.store(true, std::memory_order_relaxed); }
 
 PackReader::ShardTable::~ShardTable() {
   for (std::uint32_t number = 0; number < size_; ++number) {
@@ -451,7 +451,7 @@ void PackReader::request(std::vector<ExtentRead>& reads) const {
          ++read) {
       end = std::max(end, read->stored.data() + read->stored.size());
     }
-    read_ahead({begin, end});
+    read_ahead({begin, end}, &closing_);
   }
 }
 

@@ -169,8 +169,9 @@ void populate_for_writing(std::span<std::byte> target) noexcept {
   static_cast<void>(advise(target, MADV_POPULATE_WRITE));
 }
 
-void read_ahead(std::span<const std::byte> bytes) noexcept {
+void read_ahead(std::span<const std::byte> bytes, const std::atomic<bool>* stopping) noexcept {
   for (std::size_t done = 0; done < bytes.size(); done += read_ahead_bytes) {
+    if (stopping != nullptr && stopping->load(std::memory_order_relaxed)) return;
     const std::size_t size = std::min(read_ahead_bytes, bytes.size() - done);
     static_cast<void>(advise(bytes.subspan(done, size), MADV_WILLNEED));
   }

@@ -834,6 +834,20 @@ void policies_differ_in_what_they_check() {
   }
 }
 
+// It would go on for some 20 minutes, and did: the limit of `ctest` is two.
+void closing_a_pack_ends_a_prefetch_that_is_under_way() {
+  constexpr std::uint64_t hole = std::uint64_t{1} << 41;
+  const TemporaryFolder folder;
+  PackBuilder builder({std::string(1000, 'a')});
+  builder.set(Section::lengths, std::vector<std::uint64_t>{hole - 4096});
+  builder.set(Section::shard_lengths, std::vector<std::uint64_t>{hole});
+  builder.write(folder / "pack");
+  std::filesystem::resize_file(folder / "pack/shard-00000.pace", hole);
+  const PackReader pack(folder / "pack");
+  const std::vector<std::int64_t> ids{0};
+  for (int times = 0; times < 3; ++times) pack.prefetch(ids);
+}
+
 void threads_and_forks_share_large_batches() {
   const TemporaryFolder folder;
   std::vector<std::string> large;
@@ -875,6 +889,7 @@ int main() {
   reads_the_same_when_no_page_is_trusted();
   notices_files_that_are_truncated_later();
   a_file_that_shrinks_under_a_read_is_an_error_and_no_signal();
+  closing_a_pack_ends_a_prefetch_that_is_under_way();
   threads_survive_a_shard_that_shrinks_and_grows();
   notices_an_index_that_is_changed_later();
   notices_what_a_writer_does_through_a_mapping();

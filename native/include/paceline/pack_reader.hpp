@@ -223,6 +223,7 @@ class PackReader {
   mutable ChecksumTimer checksums_;
   mutable std::atomic<std::uint64_t> busy_ns_{0};
   mutable std::atomic<int> revalidate_{0};  // batches in which to ask the kernel about each page
+  std::atomic<bool> closing_{false};  // a prefetch under way ends early
   mutable WorkerPool pool_;  // last: its threads end before what they use is destroyed
 };
 

@@ -2,6 +2,7 @@
 // are present, count faults. Stateless; thread-safe, and safe to use in a forked child.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -43,7 +44,8 @@ DirtyPages dirty_pages(int descriptor, std::uint64_t inode, std::uint64_t offset
 
 // Populates the pages under `target`, so that copying to them does not fault.
 void populate_for_writing(std::span<std::byte> target) noexcept;
-// Starts to read the pages under `bytes` from storage, and no others.
-void read_ahead(std::span<const std::byte> bytes) noexcept;
+// Starts to read the pages under `bytes` from storage, and no others, until `stopping` is true.
+void read_ahead(std::span<const std::byte> bytes,
+                const std::atomic<bool>* stopping = nullptr) noexcept;
 
 }  // namespace paceline
