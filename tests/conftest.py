@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import examples
@@ -48,6 +49,31 @@ def pytest_addoption(parser):
     parser.addoption(
         "--campaign", choices=(*CAMPAIGNS, "all"), help="run this part's tests, and no others"
     )
+    parser.addoption("--for-seconds", type=float, help="begin no test after this many seconds")
+
+
+class _TimeLimit:
+    """Passes over the tests that would begin after the time is over (`--for-seconds`)."""
+
+    def __init__(self, seconds):
+        self._end_s = time.monotonic() + seconds
+        self._begun = set()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item):
+        return True if time.monotonic() > self._end_s else None
+
+    def pytest_runtest_logreport(self, report):
+        self._begun.add(report.nodeid)
+
+    def pytest_terminal_summary(self, terminalreporter):
+        terminalreporter.write_line(f"time for {len(self._begun)} tests; others were not run")
+
+
+def pytest_configure(config):
+    seconds = config.getoption("--for-seconds")
+    if seconds is not None:
+        config.pluginmanager.register(_TimeLimit(seconds))
 
 
 def pytest_runtest_setup(item):

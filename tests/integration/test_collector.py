@@ -403,6 +403,17 @@ def test_what_is_waited_for_after_backward_is_known_and_no_drain(tmp_path):
         assert set(waits["sequence"][waits["sequence"] > 0]) == set(reductions["sequence"])
 
 
+@pytest.mark.parametrize("engine", ["allreduce", "sharded"])
+def test_reductions_of_our_engines_are_collectives_of_both_ranks(tmp_path, engine):
+    """One in shared memory was not recorded: no rank had waited for the late one."""
+    script = (SCRIPTS / "engine_steps.py", engine)
+    done = paceline(tmp_path, "run", "-n", 2, "--out", "RUN", *script)
+    assert done.code == 0, done.err
+    matches = load_run(tmp_path / "RUN").matches
+    assert (matches.instances["ranks"] == 2).sum() >= 4
+    assert matches.mismatches() == ()
+
+
 # --- messages before each collective --------------------------------------------------------------
 
 
