@@ -42,7 +42,17 @@ ALLOWED_SKIPS = (
 )
 
 # What runs behind `make test`, each part by itself: scripts/campaign. CONTRIBUTING.md has the list.
-CAMPAIGNS = ("e2e", "faults", "flower", "launchers", "mpi", "scheduler", "slurm", "torch")
+CAMPAIGNS = (
+    "e2e",
+    "faults",
+    "flower",
+    "launchers",
+    "measures",
+    "mpi",
+    "scheduler",
+    "slurm",
+    "torch",
+)
 
 
 def pytest_addoption(parser):

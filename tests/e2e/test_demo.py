@@ -6,7 +6,7 @@ import re
 import pytest
 from launching import Launched
 
-JUDGES_TIMES = pytest.mark.campaign("e2e")
+JUDGES_TIMES = pytest.mark.campaign("measures")
 
 
 def demo(folder, *args):
@@ -75,14 +75,14 @@ def test_the_verbs_that_read_a_run_take_the_demos_folder(slowed):
     assert "Rank 1" in why.out
 
 
-@pytest.mark.campaign("e2e")
+@pytest.mark.campaign("measures")
 def test_another_rank_and_cause_and_an_earlier_demo_is_replaced(slowed):
     _, _, folder = slowed
     result, _ = demo(folder, "--straggler", "0,12,compute")
     check_straggler(result, rank=0, cause="compute", about_ms=12)
 
 
-@pytest.mark.campaign("e2e")
+@pytest.mark.campaign("measures")
 def test_nobody_is_accused_when_nobody_was_slowed(tmp_path):
     result, launched = demo(tmp_path, "--straggler", "none", "--seed", "1")
     assert result["injected"] is None

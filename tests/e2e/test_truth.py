@@ -17,7 +17,7 @@ def run_truth(root, *options):
     return json.loads(done.stdout)
 
 
-@pytest.mark.campaign("e2e")
+@pytest.mark.campaign("measures")
 def test_planted_culprits_are_named_and_a_clean_run_accuses_nobody(root):
     result = run_truth(root, "--quick", "--framework", "torch")
     planted = [row for row in result["rows"] if row["culprit"] is not None]
@@ -27,7 +27,7 @@ def test_planted_culprits_are_named_and_a_clean_run_accuses_nobody(root):
     assert sum(row["accused"] for row in clean) <= 1
 
 
-@pytest.mark.campaign("e2e")
+@pytest.mark.campaign("measures")
 @pytest.mark.parametrize("framework", ["mpi", "gloo"])
 def test_planted_patterns_of_ring_programs_are_named(root, framework):
     result = run_truth(root, "--quick", "--framework", framework)

@@ -21,7 +21,7 @@ from paceline.probe.doctor import diagnose
 from paceline.probe.links import measure_links
 from paceline.probe.storage import measure_folder
 
-MEASURES = pytest.mark.campaign("e2e")  # this machine, of which other tests take a part
+MEASURES = pytest.mark.campaign("measures")  # this machine, of which other tests take a part
 
 
 @pytest.fixture(scope="module")
