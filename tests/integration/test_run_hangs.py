@@ -6,7 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import paceline
+from launching import await_true, paceline
+
+from paceline.core.clock import SystemClock
+from paceline.core.processes import stat_fields
+from paceline.launch.hangs.stacks import Thread, stacks_of
 
 PROGRAMS = Path(__file__).parents[2] / "bench" / "hangs_programs"
 BIN = Path(sys.executable).parent
@@ -40,6 +44,41 @@ def test_a_rank_that_does_not_come_is_named_with_its_stack(
     why = paceline(tmp_path, "why", "RUN")
     assert "Rank 1 hung" in why.out
     assert function[:-1] in why.out
+
+
+STOPS = """
+import os, signal, threading
+from paceline.launch.startup.sitecustomize import offer_stacks
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def go_on():
+    while True:
+        pass
+
+offer_stacks()
+for _ in range(8):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+stop()
+go_on()
+"""
+
+
+def test_a_stopped_rank_with_many_threads_is_seen_where_it_stopped(monkeypatch):
+    """The signal went to any thread that woke, and the main one had gone on by then."""
+    monkeypatch.setenv("PATH", "/nowhere")  # no py-spy, which asks nobody
+    for _ in range(8):
+        with subprocess.Popen([sys.executable, "-c", STOPS]) as rank:
+            try:
+                await_true(
+                    lambda rank=rank: stat_fields(rank.pid)[0] == b"T", "the rank is stopped"
+                )
+                thread = Thread(process=rank.pid, thread=rank.pid)
+                (stack,) = stacks_of({0: thread}, SystemClock()).values()
+            finally:
+                rank.kill()
+        assert stack[0].startswith("stop ("), stack
 
 
 @pytest.mark.campaign("mpi")

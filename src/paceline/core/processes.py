@@ -61,6 +61,19 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), number)
 
 
+def signal_thread(process: int, thread: int, number: int) -> None:
+    """Send a signal to one thread of a process, or to the process where the C library cannot.
+
+    Raises:
+        OSError: there is no such thread, or it belongs to another user.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "tgkill"):  # glibc has it since 2.30, musl has not
+        os.kill(process, number)
+    elif library.tgkill(process, thread, number):
+        raise OSError(ctypes.get_errno(), f"cannot signal thread {thread} of process {process}")
+
+
 def become_reaper() -> None:
     """Adopt descendants whose parents die."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from paceline.core.processes import stat_fields
+from paceline.core.processes import signal_thread, stat_fields
 from paceline.launch.hangs.signs import kernel_place
 from paceline.launch.startup.sitecustomize import STACKS_NAME, stacks_signal
 
@@ -63,25 +63,25 @@ def stacks_of(threads: Mapping[int, Thread], clock: Clock) -> dict[int, tuple[st
     stopped = {rank for rank, thread in asked.items() if _is_stopped(thread.process)}
     # Those that are stopped come last: as they go on, the others may, too.
     for ranks in (asked.keys() - stopped, stopped):
-        stacks.update(_answers({rank: asked[rank].process for rank in ranks}, clock))
+        stacks.update(_answers({rank: asked[rank] for rank in ranks}, clock))
     for rank, thread in threads.items():
         if not stacks[rank]:
             stacks[rank] = kernel_place(thread.process, thread.thread)
     return stacks
 
 
-def _answers(processes: Mapping[int, int], clock: Clock) -> dict[int, tuple[str, ...]]:
+def _answers(threads: Mapping[int, Thread], clock: Clock) -> dict[int, tuple[str, ...]]:
     """Return the stacks that processes answer a signal with, by rank; empty without an answer."""
-    stacks: dict[int, tuple[str, ...]] = dict.fromkeys(processes, ())
+    stacks: dict[int, tuple[str, ...]] = dict.fromkeys(threads, ())
     with contextlib.ExitStack() as stack:
         memories = {}
-        for rank, process in processes.items():
-            memory = _memory_of(process)
+        for rank, thread in threads.items():
+            memory = _memory_of(thread.process)
             if memory is not None:
                 memories[rank] = stack.enter_context(memory)  # it may end once it goes on
         sizes = {rank: len(_written(memory, 0)) for rank, memory in memories.items()}
         for rank in memories:
-            _ask(processes[rank])
+            _ask(threads[rank])
         so_far = dict.fromkeys(memories, "")
         deadline_s = clock.now_s() + _ANSWER_S
         never = threading.Event()
@@ -96,12 +96,16 @@ def _answers(processes: Mapping[int, int], clock: Clock) -> dict[int, tuple[str,
     return stacks
 
 
-def _ask(process: int) -> None:
-    """Send the signal for a stack, and continue a stopped process so that it gets it."""
+def _ask(thread: Thread) -> None:
+    """Send the signal for a stack, and continue a stopped process so that it gets it.
+
+    The main thread gets it, and answers before it goes on: a signal to a process that is stopped
+    is taken by whichever thread wakes first, when the main one may have left its place.
+    """
     with contextlib.suppress(OSError):
-        os.kill(process, stacks_signal())
-        if _is_stopped(process):
-            os.kill(process, signal.SIGCONT)
+        signal_thread(thread.process, thread.thread, stacks_signal())
+        if _is_stopped(thread.process):
+            os.kill(thread.process, signal.SIGCONT)
 
 
 def _is_stopped(process: int) -> bool:
