@@ -77,7 +77,9 @@ class _TimeLimit:
         self._begun.add(report.nodeid)
 
     def pytest_terminal_summary(self, terminalreporter):
-        terminalreporter.write_line(f"time for {len(self._begun)} tests; others were not run")
+        terminalreporter.write_line(
+            f"{len(self._begun)} tests began before time was over (--for-seconds)"
+        )
 
 
 def pytest_configure(config):
