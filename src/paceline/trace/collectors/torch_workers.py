@@ -109,7 +109,7 @@ class SharedTimes:
 class _Fetch(NamedTuple):
     """A call of `fetch` that is under way."""
 
-    row: np.ndarray
+    row: Any  # array, shape [Sum]; None where the data set is done
     begin_ns: int
     core_ns: int
     files_ns: int
@@ -145,12 +145,16 @@ class FetchTimer:
             fetcher.collate_fn = _NotedCollate(fetcher.collate_fn, fetcher.auto_collation, self)
         row, self.row = self.row, None  # a data set may have a loader of its own
         self._fetched, self._samples = None, 0
-        return self._now(row)
+        begin_ns = monotonic_ns()
+        return _Fetch(row, begin_ns, *self._core_and_files())
 
     def fetched(self, data: Any, is_list: bool) -> None:
         """Note that the data set gave its samples, which are joined to a batch next."""
         self._samples = len(data) if is_list else 0
-        self._fetched = self._now(None)
+        # The clocks of the core and of the calls are read within the interval of the wall clock, so
+        # that neither counts more than it.
+        core_ns, files_ns = self._core_and_files()
+        self._fetched = _Fetch(None, monotonic_ns(), core_ns, files_ns)
 
     def _after(self, begun: _Fetch, result: Any, _args: Arguments, _kwargs: Keywords) -> None:
         self.row = row = begun.row
@@ -164,9 +168,8 @@ class FetchTimer:
         row[Sum.FILES] += fetched.files_ns - begun.files_ns
         row[Sum.COLLATE] += end_ns - fetched.begin_ns
 
-    def _now(self, row: Any) -> _Fetch:
-        files_ns = self._files_ns() if self._files_ns is not None else 0
-        return _Fetch(row, monotonic_ns(), time.thread_time_ns(), files_ns)
+    def _core_and_files(self) -> tuple[int, int]:
+        return time.thread_time_ns(), self._files_ns() if self._files_ns is not None else 0
 
 
 class _NotedCollate:
