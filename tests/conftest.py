@@ -1,11 +1,13 @@
 """What all tests share: skips are accounted for, and the way to the project's own shared data."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
 
 import examples
+import forking
 import pytest
 
 examples.load()
@@ -13,10 +15,6 @@ examples.load()
 # A shell has what it starts in the background ignore SIGINT; programs of tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# Under PYTHONUNBUFFERED print writes a line in two pieces, and the lines of ranks that share a pipe
-# get mixed.
-os.environ.pop("PYTHONUNBUFFERED", None)
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,18 +39,8 @@ ALLOWED_SKIPS = (
     "timm is not installed",  # it needs torchvision; pip install --no-deps timm is enough here
 )
 
-# What runs behind `make test`, each part by itself: scripts/campaign. CONTRIBUTING.md has the list.
-CAMPAIGNS = (
-    "e2e",
-    "faults",
-    "flower",
-    "launchers",
-    "measures",
-    "mpi",
-    "scheduler",
-    "slurm",
-    "torch",
-)
+# What runs behind `make test`, each part by itself: the list in scripts/campaign.
+CAMPAIGNS = re.findall(r"^#   ([a-z]\w*)  +\S", (ROOT / "scripts/campaign").read_text(), re.M)
 
 
 def pytest_addoption(parser):
@@ -94,6 +82,13 @@ def pytest_runtest_setup(item):
 
         if not torch.cuda.is_available():
             pytest.skip("no GPU here")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    if nextitem is None or nextitem.path != item.path:
+        leaked = forking.leaked_variables()
+        assert not leaked, f"tests of {item.path.name} changed for all after them: {leaked}"
 
 
 def pytest_collection_modifyitems(config, items):

@@ -8,6 +8,7 @@ Ranks of two namespaces cannot open each other's memory through /proc, as those 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import forking
 import pytest
 
 _UNSHARE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -30,6 +32,8 @@ def require_namespaces():
 
 def run_on_hosts(host_ranks, command, *, env=None, cwd=None):
     """Run a command as the ranks of a job, `host_ranks` of them on each host.
+
+    ``$RANK`` and ``$WORLD_SIZE`` in its words are replaced; they are variables of a rank too.
 
     Returns the exit code of each host (the largest of its ranks), and what all wrote to stdout and
     to stderr, by host.
@@ -61,15 +65,22 @@ def run_on_hosts(host_ranks, command, *, env=None, cwd=None):
     return [process.returncode for process in started], *map(list, zip(*said, strict=True))
 
 
+def _with_rank(command, rank, ranks):
+    return [word.replace("$RANK", rank).replace("$WORLD_SIZE", ranks) for word in command]
+
+
 def main(first, count, ranks, *command):
+    start = subprocess.Popen
+    if int(count) > 1:
+        start = functools.partial(forking.Popen, modules=forking.TORCH)
     # Each rank has a file of its own: where PYTHONUNBUFFERED is set, a rank's line reaches a shared
     # pipe in two writes, and another rank's line may come between them.
     with contextlib.ExitStack() as files:
         started = [
             (
                 written := files.enter_context(tempfile.TemporaryFile("w+")),
-                subprocess.Popen(
-                    command,
+                start(
+                    _with_rank(command, str(int(first) + local_rank), ranks),
                     stdout=written,
                     env={
                         **os.environ,

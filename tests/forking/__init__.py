@@ -19,7 +19,7 @@ applied afterwards, or if the process that would be forked has threads that Pyth
 such as OpenMP's, whose locks the child would inherit. Tests of a start itself ask for one: `fresh`.
 """
 
-from forking.popen import PLAIN, TORCH, Popen, run
+from forking.popen import PLAIN, TORCH, Popen, leaked_variables, run
 from forking.processes import MARK, marked
 
-__all__ = ["MARK", "PLAIN", "TORCH", "Popen", "marked", "run"]
+__all__ = ["MARK", "PLAIN", "TORCH", "Popen", "leaked_variables", "marked", "run"]

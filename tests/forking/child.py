@@ -65,8 +65,8 @@ def become(order, descriptors, tell):
     """Run a program in this process, and end with it.
 
     Args:
-        order: command, environ, cwd, session (whether it has one of its own), and the numbers that
-            the descriptors are to have.
+        order: command, environ, cwd, session (whether it has one of its own), the numbers that the
+            descriptors are to have, and, if a server forks for another process, that as `parent`.
         descriptors: open files.
         tell: is called once signals may come.
     """
@@ -100,6 +100,9 @@ def _reset(order) -> None:
     if order["session"]:
         os.setsid()
     os.chdir(order["cwd"])
+    server, os_getppid = os.getppid(), os.getppid
+    if "parent" in order:  # programs compare it with what their starter said
+        os.getppid = lambda: order["parent"] if os_getppid() == server else os_getppid()
     os.environ.clear()
     os.environ.update(order["environ"])
     if MARK in os.environ:

@@ -45,15 +45,37 @@ READ_AT_START = (
     "PYTHON",
     "TORCH_LOGS",
 )
+# Set by scikit-learn when it is imported, for what is loaded after it.
+_SET_BY_LIBRARIES = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
 DEADLINE_S = 120
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def _read_at_start(environ) -> dict:
-    return {name: value for name, value in environ.items() if name.startswith(READ_AT_START)}
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(READ_AT_START) and name not in _SET_BY_LIBRARIES
+    }
 
 
-_AT_START = _read_at_start(os.environ | _ONE_THREAD)  # of servers, and so of all forks
+# Under PYTHONUNBUFFERED print writes a line in two pieces, and the lines of ranks that share a pipe
+# get mixed.
+os.environ.pop("PYTHONUNBUFFERED", None)
+_BEFORE = dict(os.environ)
+_AT_START = _read_at_start(_BEFORE | _ONE_THREAD)  # of servers, and so of all forks
+
+
+def leaked_variables() -> list[str]:
+    """Return the variables that keep this process from forking, and give them back their values."""
+    now, before = _read_at_start(os.environ), _read_at_start(_BEFORE)
+    changed = sorted(name for name in now | before if now.get(name) != before.get(name))
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    return changed
 
 
 class Popen(subprocess.Popen):
@@ -117,6 +139,7 @@ class Popen(subprocess.Popen):
             self.pid = fork(order, descriptors)
         else:
             self._server = server(self._modules)
+            order["parent"] = os.getpid()
             self.pid = self._server.start(order, descriptors)
             self._pidfd = os.pidfd_open(self.pid)
 

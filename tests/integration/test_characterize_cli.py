@@ -2,10 +2,10 @@
 
 import json
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
+import forking
 import pytest
 from click.testing import CliRunner
 from command_line import without_torch
@@ -19,11 +19,12 @@ MODEL = "layers=12,hidden=768,heads=12,vocab=30522,sequence=128"
 
 def characterize(tmp_path, *ending, repeats=1):
     arguments = ["{batch}", "{ranks}", "{result}", str(tmp_path / "mark"), *ending]
-    return subprocess.run(
+    return forking.run(
         [
             *(sys.executable, "-m", "paceline", "characterize", "--batch", "8", "--ranks", "1,2"),
             *("--repeats", str(repeats), "--out", "sweep", "--json", str(SCRIPT), *arguments),
         ],
+        modules=forking.TORCH,
         cwd=tmp_path,
         capture_output=True,
         text=True,

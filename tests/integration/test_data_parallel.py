@@ -25,8 +25,8 @@ def test_parameters_are_those_of_one_process(tmp_path, ranks, backend):
 )
 def test_sharded_parameters_are_those_of_one_process_between_hosts(tmp_path, host_ranks, backend):
     require_namespaces()
-    rank = f"{sys.executable} {SCRIPT} {tmp_path / 'store'} $RANK $WORLD_SIZE {backend} sharded"
-    codes, out, err = run_on_hosts(host_ranks, ["sh", "-c", f"exec {rank}"])
+    rank = [sys.executable, SCRIPT, tmp_path / "store", "$RANK", "$WORLD_SIZE", backend, "sharded"]
+    codes, out, err = run_on_hosts(host_ranks, rank)
     assert not any(codes), err
     found = [json.loads(line) for line in "".join(out).splitlines() if line.startswith("{")]
     assert len(found) == sum(host_ranks)

@@ -2,10 +2,10 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import forking
 import pytest
 
 from paceline.federated.config import FederationConfig
@@ -34,7 +34,7 @@ def config(tmp_path_factory):
 
 def fed(*args):
     command = [sys.executable, "-m", "paceline", "fed", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return forking.run(command, capture_output=True, text=True, timeout=120)
 
 
 def test_strategies_side_by_side(config):

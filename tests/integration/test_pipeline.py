@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forking
 import pytest
 from process_groups import DEADLINE_S, run_ranks
 
@@ -270,8 +271,9 @@ def test_the_ranks_that_are_left_name_the_one_that_is_not(
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     arguments = [str(ranks), backend, "dies", how, str(deadline_s), engine]
     processes = [
-        subprocess.Popen(
+        forking.Popen(
             [sys.executable, str(SCRIPT), str(store), str(rank), *arguments],
+            modules=forking.TORCH,
             stdout=subprocess.PIPE,
             text=True,
             env=environ,

@@ -2,9 +2,9 @@
 
 import dataclasses
 import json
-import subprocess
 import sys
 
+import forking
 import pytest
 from launching import SCRIPTS, last_json, paceline
 from machines import sheet, small_machine
@@ -43,8 +43,13 @@ def wide(folder):
 
 
 def recorded_peak_bytes(name):
-    done = subprocess.run(
-        [sys.executable, SCRIPT, name], capture_output=True, text=True, timeout=300, check=True
+    done = forking.run(
+        [sys.executable, SCRIPT, name],
+        modules=forking.TORCH,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
     )
     return last_json(done.stdout)["peak_bytes"]
 

@@ -5,10 +5,10 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forking
 import pytest
 from launching import paceline
 
@@ -45,8 +45,14 @@ def unrecorded(tmp_path_factory, request):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(RANKS), str(PLAIN), ",".join(names), str(STEPS)]
     environment = {**os.environ, "LOOP_OUT": str(folder), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    done = forking.run(
+        command,
+        modules=forking.TORCH,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return {name: results(folder, name) for name in names}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forking
 import pytest
 from launching import EXAMPLES, SCRIPTS
 from schedule_cases import schedules
@@ -26,8 +27,13 @@ def run_gloo(folder, ranks, how):
         for rank in range(ranks)
     ]
     started = [
-        subprocess.Popen(
-            command, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        forking.Popen(
+            command,
+            modules=forking.TORCH,
+            env=ENVIRON,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for command in commands
     ]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forking
 import pytest
 from process_groups import run_ranks
 
@@ -38,8 +39,9 @@ def test_each_engine_goes_on_from_the_state_of_each(tmp_path):
 def test_a_rank_that_ends_is_named(tmp_path, mode, place):
     arguments = ["lost", mode, place]
     processes = [
-        subprocess.Popen(
+        forking.Popen(
             [sys.executable, str(SCRIPT), str(tmp_path / "store"), str(rank), "3", *arguments],
+            modules=forking.TORCH,
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 WARMUP_COUNT = 2
 LEAST_COUNT = 3
+# After this long a chain is not called again. Two threads of OpenMP on cores that another process
+# uses too wait a time slice for each other at every parallel region: a call of a small LSTM then
+# takes seconds.
+LIMIT_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,20 +302,20 @@ def time_phases(kernel: Kernel, length: int, budget_s: float) -> dict[Phase, flo
     with torch.no_grad():
         gradient = torch.ones_like(module(inputs))
     forward, backward = [], []
-    end = time.perf_counter() + budget_s
-    count = 0
-    while count < WARMUP_COUNT + LEAST_COUNT or time.perf_counter() < end:
+    begin_s = time.perf_counter()
+    count, passed_s = 0, 0.0
+    while passed_s < LIMIT_S and (count < WARMUP_COUNT + LEAST_COUNT or passed_s < budget_s):
         module.zero_grad()
         inputs.grad = None
         begin = time.perf_counter()
         output = module(inputs)
         middle = time.perf_counter()
         output.backward(gradient)
-        if count >= WARMUP_COUNT:
-            forward.append(middle - begin)
-            backward.append(time.perf_counter() - middle)
-        count += 1
-    return {"forward": typical_s(forward), "backward": typical_s(backward)}
+        forward.append(middle - begin)
+        backward.append(time.perf_counter() - middle)
+        count, passed_s = count + 1, time.perf_counter() - begin_s
+    warm = min(WARMUP_COUNT, count - 1)
+    return {"forward": typical_s(forward[warm:]), "backward": typical_s(backward[warm:])}
 
 
 def time_calls(function: Callable[[], Any], budget_s: float) -> list[float]:
