@@ -14,9 +14,10 @@ What a child starts by `subprocess.Popen` is forked from it in the same way: ran
 A fork is what a start would have made, but for these: its modules are loaded already, C libraries
 have read their variables before, and /proc/PID/cmdline and environ are the server's (`marked`
 finds it all the same). A program is started, not forked, where that could matter: if its variables
-differ in what libraries read (`READ_AT_START`), if the interpreter gets options that cannot be
-applied afterwards, or if the process that would be forked has threads that Python does not know,
-such as OpenMP's, whose locks the child would inherit. Tests of a start itself ask for one: `fresh`.
+differ in what libraries read (`READ_AT_START`, but for the number of threads, which torch lets a
+child set), if the interpreter gets options that cannot be applied afterwards, or if the process
+that would be forked has threads that Python does not know, such as OpenMP's, whose locks the child
+would inherit. Tests of a start itself ask for one: `fresh`.
 """
 
 from forking.popen import PLAIN, TORCH, Popen, leaked_variables, run

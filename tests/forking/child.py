@@ -22,6 +22,7 @@ from pathlib import Path
 
 from forking.processes import MARK, set_mark
 
+THREADS = "OMP_NUM_THREADS"  # OpenMP reads it at the start, torch lets it be changed
 _FAILED = 120  # the code of the interpreter that cannot flush its streams
 _FIRST_FREE = 200  # descriptors above all that a test passes on by number
 _PR_SET_PDEATHSIG = 1
@@ -107,6 +108,10 @@ def _reset(order) -> None:
     os.environ.update(order["environ"])
     if MARK in os.environ:
         set_mark(os.environ[MARK])
+    if torch := sys.modules.get("torch"):
+        threads = int(os.environ.get(THREADS, 0)) or len(os.sched_getaffinity(0))
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
     subprocess.Popen = sys.modules["forking.popen"].Popen
     atexit._clear()
     logging.root.handlers.clear()

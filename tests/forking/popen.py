@@ -12,7 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
-from forking.child import fork, program_of
+from forking.child import THREADS, fork, program_of
 from forking.messages import receive, send
 
 TORCH = (
@@ -48,7 +48,7 @@ READ_AT_START = (
 # Set by scikit-learn when it is imported, for what is loaded after it.
 _SET_BY_LIBRARIES = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
 DEADLINE_S = 120
-_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+_ONE_THREAD = {THREADS: "1"}
 
 
 def _read_at_start(environ) -> dict:
@@ -128,8 +128,8 @@ class Popen(subprocess.Popen):
     def _is_forkable(self, command, environ) -> bool:
         if len(command) < 2 or command[0] != sys.executable or program_of(command) is None:
             return False
-        if self._modules == PLAIN:  # whose libraries compute nothing in parallel
-            environ = _ONE_THREAD | environ
+        if environ.get(THREADS, "1").isdecimal():  # the child sets its number of threads
+            environ = environ | _ONE_THREAD
         if self._modules is None and has_foreign_threads():
             return False
         return _read_at_start(environ) == _AT_START

@@ -1,4 +1,4 @@
-"""Processes that the package starts in a test's own process are forked too."""
+"""The reader of a node, which the package starts in a test's own process, is forked too."""
 
 import functools
 import subprocess
@@ -7,15 +7,13 @@ import types
 import forking
 import pytest
 
-from paceline.core import worker_process
 from paceline.store.feed.node import client
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _forked_workers():
+def _forked_reader():
+    forked = types.SimpleNamespace(**vars(subprocess))
+    forked.Popen = functools.partial(forking.Popen, modules=forking.PLAIN)
     with pytest.MonkeyPatch.context() as patch:
-        for module, modules in ((worker_process, forking.TORCH), (client, forking.PLAIN)):
-            forked = types.SimpleNamespace(**vars(subprocess))
-            forked.Popen = functools.partial(forking.Popen, modules=modules)
-            patch.setattr(module, "subprocess", forked)
+        patch.setattr(client, "subprocess", forked)
         yield
