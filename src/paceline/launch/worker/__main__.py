@@ -43,6 +43,7 @@ _BUCKETS = "paceline.launch.worker.ddp_buckets"
 _MEMORY = "paceline.training.out_of_core.script"
 _INPUT = "paceline.launch.worker.paced_input"
 _ORDER = "paceline.launch.worker.ddp_order"
+_ENDED = "paceline.launch.worker.ended_groups"
 _BALANCE = "paceline.training.balance.script"
 _COLLECTIVES = "paceline.collectives.registration"
 _TUNING = "paceline.launch.tuning.session"
@@ -149,6 +150,8 @@ def _change_torch(options: argparse.Namespace, rank: int, environ: Mapping[str, 
         )
     if options.record == "on":  # which imports torch anyway
         importlib.import_module(_ORDER).check_order()
+    else:
+        when_loaded("torch", lambda _: importlib.import_module(_ENDED).hold_ended_groups())
     if options.tune:
         seed = int(environ["MASTER_PORT"])  # another one in each run, the same on its ranks
         importlib.import_module(_TUNING).start(options.tune, options.run, rank, seed)
