@@ -40,8 +40,7 @@ def test_batches_and_samples_count_however_workers_are_started(tmp_path, workers
     assert "files" not in sums
     assert sums["fetch"] > 0
     assert sums["collate"] > 0
-    # The time of the core lies within that of the wall clock, whose rate NTP changes by up to 5e-4.
-    assert 0 <= sums["core"] <= 1.001 * sums["fetch"]
+    assert 0 <= sums["core"] <= sums["fetch"]
     assert (sums["hand_over"] > 0) is (workers != "0 fork")
     ceiling = analyse(trace).loader
     assert (ceiling.source, ceiling.workers) == ("torch", int(workers[0]))

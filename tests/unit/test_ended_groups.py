@@ -7,7 +7,7 @@ ended_groups = pytest.importorskip("paceline.launch.worker.ended_groups")
 
 
 def test_a_group_that_was_destroyed_is_held_until_the_next(monkeypatch, tmp_path):
-    for module in (dist, dist.distributed_c10d):
+    for module in (dist, dist.distributed_c10d):  # torch's own is put back after the test
         monkeypatch.setattr(module, "destroy_process_group", dist.destroy_process_group)
     ended_groups.hold_ended_groups()
     ended = []
