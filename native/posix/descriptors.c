@@ -110,7 +110,9 @@ int next_hidden(int number) {
   return -1;
 }
 
-/* A copy of a descriptor under a high number, marked; -1 with errno. */
+/* A copy of a descriptor under a high number, marked; -1 with errno. With fork_guard_enter, until a file has
+   the number: fork copies the table of descriptors first and the memory afterwards, so that a child's file
+   could have a number that the child has not. */
 static int hidden_copy(int descriptor) {
   struct rlimit limit;
   int from = 0;
@@ -131,9 +133,11 @@ int vacate(int number) {
     OpenFile* file = acquire(first_descriptor + i);
     if (file == NULL) continue;
     if (atomic_load(&file->kernel) == number) {
+      fork_guard_enter();
       const int moved = hidden_copy(number);
       problem = moved < 0 ? errno : 0;
       if (moved >= 0) atomic_store(&file->kernel, moved);
+      fork_guard_leave();
     }
     release(file);
   }
@@ -388,11 +392,14 @@ int promote(OpenFile* file) {
   lock(file, &protection);
   kernel = atomic_load(&file->kernel);
   if (kernel < 0) {
-    kernel = hide(sealed_copy(file));
+    const int copied = sealed_copy(file);
+    fork_guard_enter();
+    kernel = hide(copied);
     if (kernel >= 0) { /* who sees this position waits for the lock, and then uses the kernel's */
       REAL(lseek)(kernel, atomic_exchange(&file->position, position_of_kernel), SEEK_SET);
       atomic_store_explicit(&file->kernel, kernel, memory_order_release);
     }
+    fork_guard_leave();
   }
   unlock(file, &protection);
   if (kernel >= 0) errno = before;

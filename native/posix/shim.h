@@ -22,6 +22,7 @@
 #include <stdint.h>
 #include <sys/types.h>
 
+#include "paceline/fork_guard.h"
 #include "paceline/hook.h"
 #include "paceline/pack_files.h"
 

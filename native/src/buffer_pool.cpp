@@ -10,6 +10,7 @@
 #include <new>
 #include <vector>
 
+#include "paceline/fork.hpp"
 #include "paceline/page_cache.hpp"
 
 namespace paceline {
@@ -41,8 +42,9 @@ std::span<std::byte> acquire_buffer(std::size_t size) {
   if (size == 0) return {};
   if (size > SIZE_MAX / 2) throw std::bad_alloc();
   const std::size_t wanted = rounded(size);
-  Free& all = free_buffers();
   {
+    const ForkGuard whole;
+    Free& all = free_buffers();
     const std::lock_guard lock(all.mutex);
     // The last one that came back, which is still in the CPU's cache: batches differ a little, and one
     // buffer for each size would be more than the cache holds.
@@ -66,8 +68,9 @@ std::span<std::byte> acquire_buffer(std::size_t size) {
 
 void release_buffer(std::span<std::byte> buffer) noexcept {
   if (buffer.empty()) return;
+  const ForkGuard whole;
   Free& all = free_buffers();
-  std::unique_lock lock(all.mutex);
+  const std::lock_guard lock(all.mutex);
   all.bytes += buffer.size();
   all.buffers.push_back(buffer);
   while (all.bytes > max_kept_bytes) {  // the oldest goes: it has been unused for longest

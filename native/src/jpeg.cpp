@@ -12,6 +12,8 @@
 #include <jpeglib.h>
 #endif
 
+#include "paceline/fork.hpp"
+
 namespace paceline {
 
 unsigned libjpeg_turbo_year(const char* text) noexcept {
@@ -79,10 +81,7 @@ struct Library {
   }
 };
 
-const Library& library() noexcept {
-  static const Library loaded;
-  return loaded;
-}
+const Library& library() noexcept { return made_once<Library>(); }
 
 struct Errors {
   jpeg_error_mgr manager;  // first: libjpeg hands out a pointer to it

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "paceline/fork.hpp"
 #include "paceline/shared_library.hpp"
 
 namespace paceline {
@@ -28,10 +29,7 @@ struct Library {
   }
 };
 
-const Library& library() noexcept {
-  static const Library loaded;
-  return loaded;
-}
+const Library& library() noexcept { return made_once<Library>(); }
 
 bool refuse(std::string* why, const char* text) {
   if (why != nullptr) *why = text;

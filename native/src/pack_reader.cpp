@@ -17,6 +17,7 @@
 #include "paceline/buffer_pool.hpp"
 #include "paceline/crc32c.hpp"
 #include "paceline/fault_guard.hpp"
+#include "paceline/fork.hpp"
 #include "paceline/lmdb_records.hpp"
 
 namespace paceline {
@@ -373,6 +374,7 @@ void PackReader::check_shard(Shard& shard, std::uint64_t now_ns) const {
   if (now_ns < before_ns + check_interval_ns) return;
   shard.checked_ns.store(now_ns, std::memory_order_relaxed);
   const FileState state = FileState::of(shard.mapping.path());
+  const ForkGuard whole;
   const std::lock_guard lock(shard.mutex);
   if (now_ns >= shard.aged_ns + options_.trust_ns / 2) {
     // Not looked at for longer: nothing of it is trusted, as if it had aged all the while.

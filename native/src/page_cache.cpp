@@ -15,6 +15,8 @@
 #include <atomic>
 #include <cerrno>
 
+#include "paceline/fork.hpp"
+
 namespace paceline {
 namespace {
 
@@ -44,9 +46,11 @@ bool lies_in_memory(std::uint64_t file_system) noexcept {
 
 // Asked before a file is opened: on a shared file system each open costs a request to its server.
 bool has_cachestat() noexcept {
-  static const bool known = syscall(SYS_cachestat, -1, nullptr, nullptr, 0U) == 0 ||
-                            (errno != ENOSYS && errno != EPERM);  // EPERM: a container's filter
-  return known;
+  struct Cachestat {
+    bool known = syscall(SYS_cachestat, -1, nullptr, nullptr, 0U) == 0 ||
+                 (errno != ENOSYS && errno != EPERM);  // EPERM: a container's filter
+  };
+  return made_once<Cachestat>().known;
 }
 
 // The kernel cuts one request at what the device takes at once, often 1 MiB.

@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <string_view>
 
+#include "paceline/fork.hpp"
 #include "paceline/peer_proof.hpp"
 
 namespace paceline {
@@ -113,10 +114,7 @@ struct Library {
   }
 };
 
-const Library& library() {
-  static const Library loaded;
-  return loaded;
-}
+const Library& library() { return made_once<Library>(); }
 
 unsigned copy_key(void* session, unsigned char* key, unsigned room) {
   const auto* stored = static_cast<const Digest*>(library().get_data(session, 0));

@@ -5,6 +5,7 @@
 #include <memory>
 #include <new>
 
+#include "paceline/fork.hpp"
 #include "paceline/shared_library.hpp"
 
 namespace paceline {
@@ -68,10 +69,7 @@ struct Library {
   }
 };
 
-const Library& library() noexcept {
-  static const Library loaded;
-  return loaded;
-}
+const Library& library() noexcept { return made_once<Library>(); }
 
 // Contexts are costly to make, and one thread at a time may use one: each thread keeps its own.
 using Context = std::unique_ptr<void, std::size_t (*)(void*)>;

@@ -728,18 +728,13 @@ void threads_survive_a_shard_that_shrinks_and_grows() {
     }
     is_over = true;
   });
-  std::size_t good = 0;
-  std::size_t bad = 0;
-  while (!is_over) {
+  do {  // the vandal may be through before the first read
     try {
       CHECK(read_batch(pack, ids) == large);
-      ++good;
     } catch (const PackError&) {
-      ++bad;
     }
-  }
+  } while (!is_over);
   vandal.join();
-  CHECK(good + bad > 0);
 }
 
 // Swaps two entries of the index in place: each is consistent by itself.

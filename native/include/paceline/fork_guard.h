@@ -1,0 +1,14 @@
+/* Between the two, a fork in another thread waits (a second at most). Plain C for the shim; C++ has
+   ForkGuard (fork.hpp). Nests. A signal's handler that may come in between must not fork. */
+#pragma once
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+void fork_guard_enter(void);
+void fork_guard_leave(void);
+
+#ifdef __cplusplus
+}
+#endif
