@@ -8,8 +8,9 @@ Ranks of two namespaces cannot open each other's memory through /proc, as those 
 from __future__ import annotations
 
 import contextlib
-import functools
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,15 +18,19 @@ import tempfile
 from pathlib import Path
 
 import forking
-import pytest
 
-_UNSHARE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 DEADLINE_S = 120
+_NEW_MOUNTS, _NEW_PROCESS_IDS = 0x00020000, 0x20000000  # CLONE_NEWNS, CLONE_NEWPID
+_RECURSIVE, _PRIVATE = 1 << 14, 1 << 18  # MS_REC, MS_PRIVATE
+_PR_SET_PDEATHSIG = 1
 
 
 def require_namespaces():
     """Skip the test where namespaces cannot be made."""
-    done = subprocess.run([*_UNSHARE, "true"], capture_output=True, check=False)
+    import pytest  # which a host does not need
+
+    command = ["unshare", "--pid", "--fork", "--mount-proc", "true"]
+    done = subprocess.run(command, capture_output=True, check=False)
     if done.returncode:
         pytest.skip("no namespaces of process ids here: they need root")
 
@@ -48,8 +53,9 @@ def run_on_hosts(host_ranks, command, *, env=None, cwd=None):
     for host, count in enumerate(host_ranks):
         place = map(str, (sum(host_ranks[:host]), count, sum(host_ranks)))
         started.append(
-            subprocess.Popen(
-                [*_UNSHARE, *own, *place, *map(str, command)],
+            forking.Popen(
+                [*own, *place, *map(str, command)],
+                modules=forking.TORCH,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -60,7 +66,7 @@ def run_on_hosts(host_ranks, command, *, env=None, cwd=None):
     try:
         said = [process.communicate(timeout=DEADLINE_S) for process in started]
     finally:
-        for process in started:  # unshare takes its namespace with it
+        for process in started:  # its namespace ends with it
             process.kill()
     return [process.returncode for process in started], *map(list, zip(*said, strict=True))
 
@@ -69,17 +75,33 @@ def _with_rank(command, rank, ranks):
     return [word.replace("$RANK", rank).replace("$WORLD_SIZE", ranks) for word in command]
 
 
+def _become_a_host() -> None:
+    """Go on as the first process of new namespaces, as ``unshare --pid --mount-proc`` has one."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(function, *args):
+        if getattr(libc, function)(*args) != 0:
+            raise OSError(ctypes.get_errno(), f"{function} failed")
+
+    call("unshare", _NEW_MOUNTS | _NEW_PROCESS_IDS)
+    host = os.fork()
+    if host:
+        _, status = os.waitpid(host, 0)
+        os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+    call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL)
+    call("mount", b"none", b"/", None, _RECURSIVE | _PRIVATE, None)
+    call("mount", b"proc", b"/proc", b"proc", 0, None)
+
+
 def main(first, count, ranks, *command):
-    start = subprocess.Popen
-    if int(count) > 1:
-        start = functools.partial(forking.Popen, modules=forking.TORCH)
+    _become_a_host()
     # Each rank has a file of its own: where PYTHONUNBUFFERED is set, a rank's line reaches a shared
     # pipe in two writes, and another rank's line may come between them.
     with contextlib.ExitStack() as files:
         started = [
             (
                 written := files.enter_context(tempfile.TemporaryFile("w+")),
-                start(
+                subprocess.Popen(  # a fork of this process
                     _with_rank(command, str(int(first) + local_rank), ranks),
                     stdout=written,
                     env={

@@ -10,11 +10,7 @@ JUDGES_TIMES = pytest.mark.campaign("measures")
 
 
 def demo(folder, *args):
-    # Threads of OpenMP that spin would wait a time slice for a core that other tests use, at every
-    # region of a kernel; and the whole loop takes its time on a slow machine.
-    launched = Launched(
-        folder, "demo", *args, threads=0, fresh=True, env={"OMP_WAIT_POLICY": "passive"}
-    ).wait(300)
+    launched = Launched(folder, "demo", *args, threads=0).wait(300)
     assert launched.code == 0, launched.err
     return json.loads((folder / "paceline-demo/result.json").read_text()), launched
 

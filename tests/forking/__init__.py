@@ -9,7 +9,8 @@ and forks a child for each program that is started::
                      <--------------------------------- its process id
       poll, wait     ------> waitpid                      runs the program as __main__
 
-What a child starts by `subprocess.Popen` is forked from it in the same way: ranks of a launcher.
+What a child starts by `subprocess.Popen` is forked from it in the same way: ranks of a launcher,
+which therefore keeps to one thread.
 
 A fork is what a start would have made, but for these: its modules are loaded already, C libraries
 have read their variables before, and /proc/PID/cmdline and environ are the server's (`marked`

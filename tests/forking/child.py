@@ -108,7 +108,8 @@ def _reset(order) -> None:
     os.environ.update(order["environ"])
     if MARK in os.environ:
         set_mark(os.environ[MARK])
-    if torch := sys.modules.get("torch"):
+    # Nothing of the command line computes, and a second thread would keep ranks from being forked.
+    if (torch := sys.modules.get("torch")) and order["command"][1:3] != ["-m", "paceline"]:
         threads = int(os.environ.get(THREADS, 0)) or len(os.sched_getaffinity(0))
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)

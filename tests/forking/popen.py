@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 from forking.child import THREADS, fork, program_of
@@ -47,7 +48,14 @@ READ_AT_START = (
 )
 # Set by scikit-learn when it is imported, for what is loaded after it.
 _SET_BY_LIBRARIES = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
+# OpenBLAS takes OpenMP's number where it has none, and servers have one; coverage is off.
+_MEAN_NOTHING = {
+    ("OPENBLAS_NUM_THREADS", "1"),
+    ("COVERAGE_PROCESS_START", ""),
+    ("COVERAGE_PROCESS_CONFIG", ""),
+}
 DEADLINE_S = 120
+_INTERPRETER = sys.executable  # tests put another one in its place
 _ONE_THREAD = {THREADS: "1"}
 
 
@@ -55,13 +63,18 @@ def _read_at_start(environ) -> dict:
     return {
         name: value
         for name, value in environ.items()
-        if name.startswith(READ_AT_START) and name not in _SET_BY_LIBRARIES
+        if name.startswith(READ_AT_START)
+        and name not in _SET_BY_LIBRARIES
+        and (name, value) not in _MEAN_NOTHING
     }
 
 
 # Under PYTHONUNBUFFERED print writes a line in two pieces, and the lines of ranks that share a pipe
 # get mixed.
 os.environ.pop("PYTHONUNBUFFERED", None)
+# Threads of OpenMP that spin wait a time slice for a core that other tests use, at every region of
+# a kernel: two threads of a probe beside another test process would take minutes.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 _BEFORE = dict(os.environ)
 _AT_START = _read_at_start(_BEFORE | _ONE_THREAD)  # of servers, and so of all forks
 
@@ -126,7 +139,7 @@ class Popen(subprocess.Popen):
             )
 
     def _is_forkable(self, command, environ) -> bool:
-        if len(command) < 2 or command[0] != sys.executable or program_of(command) is None:
+        if len(command) < 2 or command[0] != _INTERPRETER or program_of(command) is None:
             return False
         if environ.get(THREADS, "1").isdecimal():  # the child sets its number of threads
             environ = environ | _ONE_THREAD
@@ -170,6 +183,15 @@ class Popen(subprocess.Popen):
             raise subprocess.TimeoutExpired(self.args, timeout)
         self._internal_poll()
         return super()._wait(timeout) if self.returncode is None else self.returncode
+
+    def waitid(self, flags):
+        """Do what os.waitid does for this process; with WNOWAIT only."""
+        if self._server is None:
+            return os.waitid(os.P_PID, self.pid, flags)
+        assert flags & os.WNOWAIT
+        if not flags & os.WNOHANG:
+            select.select([self._pidfd], [], [])
+        return self._server.look_at(self.pid)
 
     def __del__(self, *arguments, **options):
         if self._pidfd >= 0:
@@ -233,6 +255,15 @@ class Server:
         with self._lock:
             send(self._socket, ["reap", pid])
             return tuple(receive(self._socket)[0])
+
+    def look_at(self, pid: int):
+        """Return how a child ended, which can be reaped still; None while it runs."""
+        with self._lock:
+            send(self._socket, ["look at", pid])
+            seen = receive(self._socket)[0]
+        if seen == "reaped":
+            raise ChildProcessError(pid)
+        return types.SimpleNamespace(si_code=seen[0], si_status=seen[1]) if seen else None
 
 
 @functools.cache

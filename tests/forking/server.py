@@ -45,13 +45,18 @@ def main(number: int, parent: int, modules: list[str], tests: str) -> None:
 def _answer(connection: socket.socket) -> None:
     (act, subject), descriptors = receive(connection)
     if act == "reap":
-        send(connection, os.waitpid(subject, os.WNOHANG))
-        return
+        return send(connection, os.waitpid(subject, os.WNOHANG))
+    if act == "look at":
+        with contextlib.suppress(ChildProcessError):  # it has been reaped
+            seen = os.waitid(os.P_PID, subject, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            return send(connection, [seen.si_code, seen.si_status] if seen else None)
+        return send(connection, "reaped")
     if os.fork() == 0:
         # The child answers itself, once it is set up: a signal may hit it from then on.
         child.become(subject, descriptors, lambda: send(connection, os.getpid()))
     for descriptor in descriptors:
         os.close(descriptor)
+    return None
 
 
 class _Absent:

@@ -5,10 +5,10 @@ import io
 import itertools
 import json
 import logging
-import subprocess
 import sys
 import threading
 
+import forking
 import numpy as np
 import pytest
 import torch
@@ -188,8 +188,9 @@ def test_a_transform_is_given_the_crop(path):
 
 
 def test_the_example_decodes_in_three_ways(root):
-    done = subprocess.run(
-        [sys.executable, root / "examples" / "decode_images.py"],
+    done = forking.run(
+        [sys.executable, str(root / "examples" / "decode_images.py")],
+        modules=forking.TORCH,
         capture_output=True,
         text=True,
         timeout=2 * DEADLINE_S,

@@ -2,11 +2,10 @@
 
 import json
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from launching import paceline
 
 torch = pytest.importorskip("torch")
 
@@ -199,15 +198,9 @@ def test_a_run_paces_the_data_loaders_of_a_script(tmp_path):
     }
     found = {}
     for name, options in cases.items():
-        command = [sys.executable, "-m", "paceline", "run", "-n", "2", *options]
-        done = subprocess.run(
-            [*command, "--out", tmp_path / f"run-{name}", "train.py", name],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        words = ("run", "-n", 2, *options, "--out", tmp_path / f"run-{name}", "train.py", name)
+        done = paceline(tmp_path, *words, threads=None)
+        assert done.code == 0, done.out + done.err
         found[name] = [
             json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for rank in (0, 1)
         ]

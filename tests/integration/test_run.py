@@ -3,9 +3,9 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 
+import forking
 import pytest
 from launching import EXAMPLES, SCRIPTS, Launched, await_true, last_json, paceline
 
@@ -71,8 +71,10 @@ def test_phases_explain_the_loop(digits):
 
 
 def test_the_weights_are_those_of_plain_torchrun(digits, tmp_path):
-    plain = subprocess.run(
-        [f"{BIN}/torchrun", "--standalone", "--nproc-per-node", "2", DIGITS, "--epochs", "5"],
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    plain = forking.run(
+        [*torchrun, "--nproc-per-node", "2", str(DIGITS), "--epochs", "5"],
+        modules=forking.TORCH,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
