@@ -45,7 +45,7 @@ def test_every_page_can_be_found_from_the_readme():
     assert not [str(page.relative_to(ROOT)) for page in PAGES if page not in seen]
 
 
-@pytest.mark.campaign("e2e")
+@pytest.mark.campaign("guides")
 @pytest.mark.parametrize(
     "name",
     [

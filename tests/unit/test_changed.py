@@ -76,3 +76,11 @@ def test_a_campaign_is_due_when_what_it_depends_on_changed(changed, edges, monke
     assert due[2] in ("e2e", "mpi")  # behind the two oldest, the nearest
     assert "scheduler" not in due
     assert "scheduler is not due" in capsys.readouterr().err
+
+
+def test_a_slower_machine_is_expected_to_take_longer(changed, monkeypatch):
+    entry = {"seconds": 100, "suite_s": 600}
+    assert changed.expected(entry) == pytest.approx(120)  # of nothing that ran before
+    monkeypatch.setattr(changed, "SUITE_S", 1200)
+    assert changed.expected(entry) == pytest.approx(240)
+    assert changed.expected({"seconds": 100}) == pytest.approx(120)
