@@ -2,7 +2,7 @@
 
 Ranks of two namespaces cannot open each other's memory through /proc, as those of two hosts cannot.
 
-    python tests/emulated_hosts.py FIRST_RANK HOST_RANKS RANKS COMMAND...    one host, from inside
+    python tests/emulated_hosts.py FIRST_RANK HOST_RANKS RANKS COMMAND...    one host
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -19,10 +18,11 @@ from pathlib import Path
 
 import forking
 
+from paceline.core.processes import die_with_parent
+
 DEADLINE_S = 120
 _NEW_MOUNTS, _NEW_PROCESS_IDS = 0x00020000, 0x20000000  # CLONE_NEWNS, CLONE_NEWPID
 _RECURSIVE, _PRIVATE = 1 << 14, 1 << 18  # MS_REC, MS_PRIVATE
-_PR_SET_PDEATHSIG = 1
 
 
 def require_namespaces():
@@ -88,7 +88,7 @@ def _become_a_host() -> None:
     if host:
         _, status = os.waitpid(host, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
-    call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(0)  # who is outside the namespace
     call("mount", b"none", b"/", None, _RECURSIVE | _PRIVATE, None)
     call("mount", b"proc", b"/proc", b"proc", 0, None)
 

@@ -78,9 +78,8 @@ def test_a_campaign_is_due_when_what_it_depends_on_changed(changed, edges, monke
     assert "scheduler is not due" in capsys.readouterr().err
 
 
-def test_a_slower_machine_is_expected_to_take_longer(changed, monkeypatch):
+def test_a_slower_machine_is_expected_to_take_longer(changed):
     entry = {"seconds": 100, "suite_s": 600}
-    assert changed.expected(entry) == pytest.approx(120)  # of nothing that ran before
-    monkeypatch.setattr(changed, "SUITE_S", 1200)
-    assert changed.expected(entry) == pytest.approx(240)
-    assert changed.expected({"seconds": 100}) == pytest.approx(120)
+    assert changed.expected(entry, 0) == pytest.approx(120)  # of nothing that ran before
+    assert changed.expected(entry, 1200) == pytest.approx(240)
+    assert changed.expected({"seconds": 100}, 1200) == pytest.approx(120)

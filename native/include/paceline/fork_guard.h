@@ -1,5 +1,5 @@
 /* Between the two, a fork in another thread waits (a second at most). Plain C for the shim; C++ has
-   ForkGuard (fork.hpp). Nests. A signal's handler that may come in between must not fork. */
+   ForkGuard (fork.hpp). Nests. The thread's own fork does not wait. */
 #pragma once
 
 #ifdef __cplusplus
