@@ -343,7 +343,7 @@ def node_clocks(times, changes):
 def set_node(path, name):
     """Make the trace look as if it came from another node."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from traces import set_boot_id
+    from support.traces import set_boot_id
 
     set_boot_id(path, name)
 

@@ -6,9 +6,8 @@ import signal
 import time
 from pathlib import Path
 
-import examples
-import forking
 import pytest
+from support import examples, forking
 
 examples.load()
 

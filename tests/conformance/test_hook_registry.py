@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import last_json
+from support.launching import last_json
 
 from paceline.trace.collectors.hook_registry import HookRegistry
 

@@ -7,9 +7,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from paceline import store
 from paceline.native import codec_available

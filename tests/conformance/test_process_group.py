@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from process_groups import lost_peer, run_mpi_ranks, run_ranks
+from support.process_groups import lost_peer, run_mpi_ranks, run_ranks
 
 SCRIPTS = Path(__file__).parent / "scripts"
 GROUP_CASES = SCRIPTS / "process_group_cases.py"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import paceline
+from support.launching import paceline
 
 from paceline.trace.format.events import Kind
 from paceline.trace.merge import load_run

@@ -5,7 +5,6 @@ Run under another version of torch by scripts/torch-conformance.
 
 import multiprocessing
 import os
-import subprocess
 import sys
 import threading
 from datetime import timedelta
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support import forking
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.utils.data import DataLoader
@@ -432,13 +432,13 @@ def test_a_backend_that_calls_back_at_enqueue_has_its_collectives_marked(
 
 def _as_unrecorded(script, folder):
     """Run a script that compares recorded children with unrecorded ones; return its last line."""
-    done = subprocess.run(
-        [sys.executable, SCRIPTS / script, folder],
+    done = forking.run(
+        [sys.executable, str(SCRIPTS / script), str(folder)],
+        modules=forking.TORCH,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
-        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()[-1]

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from launching import Launched
+from support.launching import Launched
 
 JUDGES_TIMES = pytest.mark.campaign("measures")
 

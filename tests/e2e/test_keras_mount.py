@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launching import last_json, paceline
+from support.launching import last_json, paceline
 
 from paceline import store
 

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 
 import pytest
-from traces import Late, data_parallel, write_run
+from support.traces import Late, data_parallel, write_run
 
 from paceline.report.model import gather
 from paceline.report.page.document import write_html

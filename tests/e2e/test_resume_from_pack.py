@@ -5,7 +5,7 @@ import shutil
 from itertools import chain
 
 import pytest
-from launching import SCRIPTS, paceline
+from support.launching import SCRIPTS, paceline
 
 from paceline import store
 from paceline.store import open_pack

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from launching import last_json, paceline
+from support.launching import last_json, paceline
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.campaign("e2e")

@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from launching import SCRIPTS, Launched, free_endpoint, last_json, paceline
-from networks import network, require_networks
+from support.launching import SCRIPTS, Launched, free_endpoint, last_json, paceline
+from support.networks import network, require_networks
 
 from paceline import store
 from paceline.report.model import gather

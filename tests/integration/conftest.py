@@ -6,8 +6,8 @@ import subprocess
 import types
 import weakref
 
-import forking
 import pytest
+from support import forking
 
 from paceline.core import worker_process
 from paceline.store.feed.node import client

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from emulated_hosts import require_namespaces, run_on_hosts
-from launching import paceline
-from machines import collective, small_machine
+from support.emulated_hosts import require_namespaces, run_on_hosts
+from support.launching import paceline
+from support.machines import collective, small_machine
 
 from paceline.core.machine import Machine
 

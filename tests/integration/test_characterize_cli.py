@@ -5,10 +5,10 @@ import signal
 import sys
 from pathlib import Path
 
-import forking
 import pytest
 from click.testing import CliRunner
-from command_line import without_torch
+from support import forking
+from support.command_line import without_torch
 
 from paceline.cli.app import app
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import SCRIPTS, last_json, paceline
+from support.launching import SCRIPTS, last_json, paceline
 from torch import nn
 
 from paceline.native import Recorder

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 
 import pytest
-from launching import SCRIPTS, last_json, paceline
+from support.launching import SCRIPTS, last_json, paceline
 
 from paceline.trace.analysis import analyse
 from paceline.trace.format.events import (

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from process_groups import run_ranks
+from support.process_groups import run_ranks
 
 SCRIPT = Path(__file__).parent / "scripts" / "compressed_ranks.py"
 PAIRS = [[0, 1], [2, 3]]

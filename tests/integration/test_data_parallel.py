@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from emulated_hosts import require_namespaces, run_on_hosts
-from process_groups import run_ranks
+from support.emulated_hosts import require_namespaces, run_on_hosts
+from support.process_groups import run_ranks
 
 SCRIPT = Path(__file__).parent / "scripts/data_parallel.py"
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from launching import SCRIPTS, paceline
+from support.launching import SCRIPTS, paceline
 
 from paceline.native import io_library
 from paceline.trace.analysis import analyse

@@ -4,8 +4,8 @@ import dataclasses
 import json
 
 import pytest
-from command_line import without_torch
-from traces import Late, data_parallel, write_run
+from support.command_line import without_torch
+from support.traces import Late, data_parallel, write_run
 
 from paceline.core.machine import Machine
 from paceline.core.machine_file import library_machine

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from command_line import without_torch
-from launching import SCRIPTS, paceline
-from otf2_archives import check_archive
-from traces import data_parallel, write_run
+from support.command_line import without_torch
+from support.launching import SCRIPTS, paceline
+from support.otf2_archives import check_archive
+from support.traces import data_parallel, write_run
 
 from paceline.trace.export.chakra import write_chakra
 from paceline.trace.export.chrome import write_chrome

@@ -5,8 +5,8 @@ import re
 import sys
 from pathlib import Path
 
-import forking
 import pytest
+from support import forking
 
 from paceline.federated.config import FederationConfig
 from paceline.federated.study import read_data, simulate

@@ -4,8 +4,8 @@ import random
 import signal
 from pathlib import Path
 
-import host_ranks
 import pytest
+from support import host_ranks
 
 SHARED_MEMORY = Path("/dev/shm")
 

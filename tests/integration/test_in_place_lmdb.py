@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import lmdb
 import numpy as np
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from paceline.core.clock import ManualClock
 from paceline.core.errors import (

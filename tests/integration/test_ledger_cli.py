@@ -5,8 +5,8 @@ import sqlite3
 from contextlib import closing
 
 import pytest
-from command_line import without_torch
-from ledgers import audited
+from support.command_line import without_torch
+from support.ledgers import audited
 
 from paceline.federated.ledger import Ledger, SigningKey
 from paceline.federated.ledger.torture import campaign, operations

@@ -8,11 +8,11 @@ import logging
 import sys
 import threading
 
-import forking
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support import forking
 
 from paceline import store
 from paceline.core.errors import CorruptData, ScriptFailed

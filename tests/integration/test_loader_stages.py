@@ -6,8 +6,8 @@ import json
 
 import numpy as np
 import pytest
-from launching import SCRIPTS, paceline
 from PIL import Image
+from support.launching import SCRIPTS, paceline
 
 from paceline import store
 from paceline.store import Loader, LoaderOptions, open_pack

@@ -6,7 +6,7 @@ import platform
 
 import pytest
 from click.testing import CliRunner
-from machines import small_machine
+from support.machines import small_machine
 
 from paceline.cli.plan import plan
 from paceline.core import node

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launching import paceline
-from otf2_archives import check_archive
+from support.launching import paceline
+from support.otf2_archives import check_archive
 
 from paceline.launch.mpi import _launcher_interface, mpi_of_command
 from paceline.runs.folder import RunFolder

@@ -12,8 +12,8 @@ import lmdb
 import numpy as np
 import pytest
 import torch
-from launching import await_true
-from process_groups import run_ranks
+from support.launching import await_true
+from support.process_groups import run_ranks
 
 from paceline import store
 from paceline.core.errors import CorruptPack

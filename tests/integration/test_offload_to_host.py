@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from out_of_core_cases import PLENTY, WIDTH, digest, make, plan_for_half, residuals, train
+from support.out_of_core_cases import PLENTY, WIDTH, digest, make, plan_for_half, residuals, train
 from torch import nn
 
 from paceline.core.errors import StorageError, UsageError

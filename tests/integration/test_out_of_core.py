@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from out_of_core_cases import (
+from support.out_of_core_cases import (
     PLENTY,
     ROWS,
     WIDTH,

@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from launching import paceline
+from support.launching import paceline
 
 torch = pytest.importorskip("torch")
 

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import forking
 import pytest
-from process_groups import DEADLINE_S, run_ranks
+from support import forking
+from support.process_groups import DEADLINE_S, run_ranks
 
 SCRIPT = Path(__file__).parent / "scripts/pipeline_training.py"
 MODELS = ("residual", "unet", "transformer", "many")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from launching import last_json, paceline
+from support.launching import last_json, paceline
 
 from paceline.schedules.pipeline import one_forward_one_backward
 from paceline.trace.analysis import analyse

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from machines import small_machine
+from support.machines import small_machine
 
 from paceline.cli.plan import plan
 from paceline.core.allocator import KEEP

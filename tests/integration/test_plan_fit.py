@@ -4,11 +4,11 @@ import dataclasses
 import json
 import sys
 
-import forking
 import pytest
-from launching import SCRIPTS, last_json, paceline
-from machines import sheet, small_machine
-from process_groups import run_ranks
+from support import forking
+from support.launching import SCRIPTS, last_json, paceline
+from support.machines import sheet, small_machine
+from support.process_groups import run_ranks
 
 from paceline.core.machine import Link
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from launching import paceline
+from support.launching import paceline
 
 from paceline.perf.transformer.options import make_architecture
 

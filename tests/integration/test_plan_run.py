@@ -4,8 +4,8 @@ import dataclasses
 import json
 
 import pytest
-from launching import paceline
-from machines import sheet, small_machine
+from support.launching import paceline
+from support.machines import sheet, small_machine
 
 from paceline.core.machine import Link, Machine
 from paceline.core.plan_file import load_plan_file

@@ -4,7 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-import queues
+from support import queues
 
 from paceline.scheduler.formats.adaptdl import read_adaptdl, read_training
 from paceline.scheduler.placement import Shape

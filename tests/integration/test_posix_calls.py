@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from mounts import Twins
+from support.mounts import Twins
 
 SOURCE = Path(__file__).parent / "scripts" / "posix_calls.c"
 PROBES = re.findall(r"PROBE\((\w+)\),", SOURCE.read_text())

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 
 import pytest
-from mounts import WAYS, Twins, twins_by
+from support.mounts import WAYS, Twins, twins_by
 
 COMMANDS = """
 cat data/a/t.txt

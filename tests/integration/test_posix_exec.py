@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from command_line import without_torch
-from mounts import DEADLINE_S, Twins
+from support.command_line import without_torch
+from support.mounts import DEADLINE_S, Twins
 
 STATIC = "int main() { return 0; }"
 

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from mounts import DEADLINE_S, Twins, kernel_mount, needs_fuse, twins_by
+from support.mounts import DEADLINE_S, Twins, kernel_mount, needs_fuse, twins_by
 
 from paceline.core.errors import Missing
 from paceline.store.posix import fuse, fusermount

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mounts import WAYS, twins_by
+from support.mounts import WAYS, twins_by
 
 SCRIPT = Path(__file__).parent / "scripts" / "posix_probes.py"
 PROBES = (

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from process_groups import run_ranks
+from support.process_groups import run_ranks
 
 SCRIPT = Path(__file__).parent / "scripts" / "precision_ranks.py"
 

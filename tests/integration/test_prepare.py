@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from process_groups import run_ranks
+from support.process_groups import run_ranks
 from torch import nn
 
 from paceline.core.errors import UsageError

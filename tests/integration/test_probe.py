@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from launching import Launched, await_true
+from support.launching import Launched, await_true
 
 from paceline.cli.probe import probe as verb
 from paceline.core.allocator import KEEP, allocator_setting

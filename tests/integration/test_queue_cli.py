@@ -5,8 +5,8 @@ import os
 import pty
 
 import pytest
-import queues
-from command_line import without_torch
+from support import queues
+from support.command_line import without_torch
 
 from paceline.cli.queue.group import VERBS
 from paceline.cli.queue.progress import shown_progress

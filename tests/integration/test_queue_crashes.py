@@ -5,8 +5,8 @@ import threading
 from collections import Counter
 
 import pytest
-from launching import SCRIPTS, await_true
-from local_queues import PYTHON, QueueUnderTest
+from support.launching import SCRIPTS, await_true
+from support.local_queues import PYTHON, QueueUnderTest
 
 from paceline.core.clock import SystemClock
 from paceline.scheduler.local.paths import queue_paths

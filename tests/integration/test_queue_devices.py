@@ -5,8 +5,8 @@ import selectors
 import sqlite3
 
 import pytest
-from launching import SCRIPTS
-from local_queues import PYTHON, QueueUnderTest
+from support.launching import SCRIPTS
+from support.local_queues import PYTHON, QueueUnderTest
 
 from paceline.scheduler.local.jobs.devices import gpus_of
 from paceline.scheduler.local.machine.device_watch import DeviceWatch

@@ -10,8 +10,8 @@ import stat
 import subprocess
 
 import pytest
-from launching import EXAMPLES, SCRIPTS, await_true
-from local_queues import DEADLINE_S, PYTHON, QueueUnderTest, with_signal
+from support.launching import EXAMPLES, SCRIPTS, await_true
+from support.local_queues import DEADLINE_S, PYTHON, QueueUnderTest, with_signal
 
 from paceline.scheduler.local.paths import queue_paths
 

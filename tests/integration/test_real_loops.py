@@ -8,9 +8,9 @@ import os
 import sys
 from pathlib import Path
 
-import forking
 import pytest
-from launching import paceline
+from support import forking
+from support.launching import paceline
 
 from paceline.runs.folder import RunFolder
 

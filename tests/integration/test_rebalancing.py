@@ -6,8 +6,8 @@ import itertools
 import json
 
 import pytest
-from launching import SCRIPTS, last_json, paceline
-from process_groups import run_ranks
+from support.launching import SCRIPTS, last_json, paceline
+from support.process_groups import run_ranks
 
 from paceline.runs.balance import read_balance
 from paceline.runs.folder import RunFolder

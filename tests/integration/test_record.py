@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from launching import SCRIPTS, Launched, await_true, last_json, paceline
+from support.launching import SCRIPTS, Launched, await_true, last_json, paceline
 
 from paceline.core.errors import PacelineError
 from paceline.runs.folder import RunFolder, RunState
@@ -154,7 +154,7 @@ def test_a_stopped_or_killed_recorder_leaves_no_ranks_behind(tmp_path, name):
 
 @pytest.mark.campaign("launchers")
 def test_the_weights_below_a_recorded_torchrun_are_those_of_torchrun(tmp_path):
-    from launching import EXAMPLES
+    from support.launching import EXAMPLES
 
     environ = {"OMP_NUM_THREADS": "1"}
     digits = (EXAMPLES / "ddp_digits.py", "--epochs", 2)

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from command_line import without_torch
-from traces import Late, data_parallel
-from traces import write_run as write_traces
+from support.command_line import without_torch
+from support.traces import Late, data_parallel
+from support.traces import write_run as write_traces
 
 from paceline.core.machine_file import library_machine
 from paceline.core.plan import Mesh, Plan

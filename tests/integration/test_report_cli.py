@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 
 import pytest
-from command_line import without_torch
-from traces import Late, data_parallel, write_run
+from support.command_line import without_torch
+from support.traces import Late, data_parallel, write_run
 
 from paceline.trace.format.files import trace_name
 

@@ -5,9 +5,9 @@ import os
 import signal
 import sys
 
-import forking
 import pytest
-from launching import EXAMPLES, SCRIPTS, Launched, await_true, last_json, paceline
+from support import forking
+from support.launching import EXAMPLES, SCRIPTS, Launched, await_true, last_json, paceline
 
 from paceline.core.allocator import KEEP
 from paceline.core.breakdown import PHASES

@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from launching import paceline
+from support.launching import paceline
 
 # Each rank prints where its threads and those of its loader workers may run.
 TRAIN = """

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import SCRIPTS, last_json, paceline
+from support.launching import SCRIPTS, last_json, paceline
 
 from paceline.trace.format.events import Kind
 from paceline.trace.merge import load_run

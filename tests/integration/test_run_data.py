@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launching import TWO_NODES, Launched, await_true, free_endpoint, launch_nodes, paceline
-from networks import network, require_networks
+from support.launching import TWO_NODES, Launched, await_true, free_endpoint, launch_nodes, paceline
+from support.networks import network, require_networks
 
 from paceline import store
 from paceline.core.errors import NotFound

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from launching import SCRIPTS
+from support.launching import SCRIPTS
 
 ODD = os.fsdecode(b"caf\xe9-\xff")  # Latin-1, and a byte that no encoding of names has
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}

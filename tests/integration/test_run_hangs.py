@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import await_true, paceline
+from support.launching import await_true, paceline
 
 from paceline.core.clock import SystemClock
 from paceline.core.processes import stat_fields

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from launching import SCRIPTS, last_json, paceline
+from support.launching import SCRIPTS, last_json, paceline
 
 MIB = 1 << 20
 SCRIPT = SCRIPTS / "out_of_core.py"

@@ -8,7 +8,7 @@ import sys
 import uuid
 
 import pytest
-from launching import SCRIPTS, Launched, await_true, paceline
+from support.launching import SCRIPTS, Launched, await_true, paceline
 
 from paceline.core.errors import PacelineError
 from paceline.runs.folder import RunFolder

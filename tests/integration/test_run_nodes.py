@@ -4,7 +4,7 @@ import json
 import socket
 
 import pytest
-from launching import SCRIPTS, Launched, await_true, free_endpoint, launch_node, paceline
+from support.launching import SCRIPTS, Launched, await_true, free_endpoint, launch_node, paceline
 
 from paceline.runs.folder import RunFolder
 

@@ -9,8 +9,8 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
-from launching import TWO_NODES, Launched, await_true, launch_nodes, paceline
-from networks import network, require_networks
+from support.launching import TWO_NODES, Launched, await_true, launch_nodes, paceline
+from support.networks import network, require_networks
 
 from paceline import store
 from paceline.core.processes import stat_fields

@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from launching import SCRIPTS, Launched, await_true
+from support.launching import SCRIPTS, Launched, await_true
 
 
 @pytest.mark.parametrize("shell", [False, True])

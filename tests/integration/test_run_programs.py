@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from launching import SCRIPTS, last_json, paceline
+from support.launching import SCRIPTS, last_json, paceline
 
 from paceline.runs.folder import RunFolder
 

@@ -1,22 +1,16 @@
 """Ranks as tasks of a real Slurm step, over two nodes."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 
 import pytest
-from launching import await_true
+from support import slurm
+from support.launching import await_true
 
 from paceline.core.errors import PacelineError
 from paceline.trace.format.events import Kind
 from paceline.trace.format.files import read_trace, trace_name
-
-spec = importlib.util.spec_from_file_location(
-    "slurm", __file__.replace("integration/test_run_slurm", "slurm")
-)
-slurm = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(slurm)
 
 pytestmark = [
     pytest.mark.campaign("slurm"),

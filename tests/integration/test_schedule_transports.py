@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import forking
 import pytest
-from launching import EXAMPLES, SCRIPTS
-from schedule_cases import schedules
+from support import forking
+from support.launching import EXAMPLES, SCRIPTS
+from support.schedule_cases import schedules
 
 SCRIPT = SCRIPTS / "run_schedules.py"
 SIZES = 3  # as in the script

@@ -7,7 +7,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from process_groups import run_ranks
+from support.process_groups import run_ranks
 
 SCRIPT = Path(__file__).parent / "scripts" / "sharded_optimizers.py"
 CASES = [

@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import forking
 import pytest
-from process_groups import run_ranks
+from support import forking
+from support.process_groups import run_ranks
 
 SCRIPT = Path(__file__).parent / "scripts/shared_memory_modes.py"
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from process_groups import run_ranks
+from support.process_groups import run_ranks
 
 SCRIPT = Path(__file__).parent / "scripts/stages_out_of_core.py"
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from command_line import without_torch
+from support.command_line import without_torch
 
 from paceline.cli import pack as pack_verb
 from paceline.cli.app import VERBS

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import without_torch
+from support.command_line import without_torch
 
 from paceline import store
 from paceline.core.errors import RankLost, UsageError

@@ -7,7 +7,7 @@ import signal
 import subprocess
 
 import pytest
-from command_line import without_torch
+from support.command_line import without_torch
 
 from paceline import store
 from paceline.core.errors import CorruptPack, DestinationExists, NotFound, StorageError

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launching import await_true
+from support.launching import await_true
 
 from paceline import store
 from paceline.store.serve.card import digest

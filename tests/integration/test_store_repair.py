@@ -10,7 +10,7 @@ import shutil
 import signal
 
 import pytest
-from command_line import without_torch
+from support.command_line import without_torch
 
 from paceline import store
 from paceline.core.errors import CorruptPack, NotFound, StorageError, UsageError

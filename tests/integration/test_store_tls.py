@@ -11,7 +11,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from launching import paceline
+from support.launching import paceline
 
 from paceline import native, store
 from paceline.core.errors import Missing, RankLost, UsageError

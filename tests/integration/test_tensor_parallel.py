@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from process_groups import run_ranks
+from support.process_groups import run_ranks
 
 from paceline.core.plan import Mesh, Plan
 from paceline.training.options import options_of

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from launching import paceline
+from support.launching import paceline
 
 from paceline.launch.tuning.paired_test import TuneRules
 from paceline.report.model import gather

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from oracles import object_rules
-from traces import MS, Event, set_boot_id, write_run
+from support.examples import examples
+from support.traces import MS, Event, set_boot_id, write_run
 
 from paceline.trace.analysis import analyse
 from paceline.trace.format.events import COMMUNICATION, DRAIN, MAIN, Kind
@@ -15,7 +16,7 @@ from paceline.trace.merge import load_run
 GOLDEN = Path(__file__).parents[1] / "golden"
 OPERATIONS = ("all_reduce", "all_gather", "barrier", "broadcast", "scatter", "reduce", "gather")
 ROOTED = OPERATIONS[3:]
-TRACES = 1000
+TRACES = 10 * examples(100)
 
 
 def _assert_equal(trace):

@@ -6,9 +6,9 @@ import itertools
 import math
 
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 torch = pytest.importorskip("torch")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic import BASE_S, Culprit, Noise, made_up_run, planted_seconds, stragglers
+from support.synthetic import BASE_S, Culprit, Noise, made_up_run, planted_seconds, stragglers
 
 from paceline.core.breakdown import PHASES
 from paceline.trace.analysis.blame import find_stragglers

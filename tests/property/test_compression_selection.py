@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from paceline.training.compression.selection import (
     Accumulation,

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from paceline.core.errors import CorruptData, UsageError
 from paceline.training.compression.exchange import Ownership, Part, SparseAllReduce, method_for

@@ -6,11 +6,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from examples import examples
-from exchanges import Collective, EndOfStep, Message, Work, play
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traces import MS, Event, write_run
+from support.examples import examples
+from support.exchanges import Collective, EndOfStep, Message, Work, play
+from support.traces import MS, Event, write_run
 
 from paceline.trace.analysis import analyse
 from paceline.trace.efficiency import measure_efficiency

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from paceline.federated.clients import Profiler, Timing
 from paceline.federated.monitor import Evaluation

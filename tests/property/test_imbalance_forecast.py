@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from support.examples import examples
 
 from paceline.perf.imbalance.maxima import slowest
 from paceline.perf.imbalance.remedies import equal_shares

@@ -4,10 +4,10 @@ import tempfile
 from fractions import Fraction
 from pathlib import Path
 
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledgers import UPDATE
+from support.examples import examples
+from support.ledgers import UPDATE
 
 from paceline.core.errors import UsageError
 from paceline.federated.ledger import Ledger, RoundWork, RunTerms, payments

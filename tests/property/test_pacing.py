@@ -3,9 +3,9 @@
 import math
 
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from paceline.store.feed.pacing import NEXT_EVENT_S, QUIET_SHARE, Pacer, Stock, TokenBucket
 

@@ -5,10 +5,10 @@ import random
 import re
 
 import pytest
-from examples import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from pipeline_cases import (
+from support.examples import examples
+from support.pipeline_cases import (
     chain,
     cut_edges,
     drawn_schedules,

@@ -5,9 +5,9 @@ import re
 
 import numpy as np
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from paceline.core.errors import ConfigError, MemoryExceeded, UsageError
 from paceline.core.machine import Link, Quantity

@@ -4,10 +4,10 @@ import dataclasses
 import random
 
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_cases import chain, drawn_schedules, edges_of, execute
+from support.examples import examples
+from support.pipeline_cases import chain, drawn_schedules, edges_of, execute
 
 from paceline.core.errors import ConfigError, InvalidSchedule, UsageError
 from paceline.core.machine import Link, Quantity

@@ -3,11 +3,11 @@
 import io
 import re
 
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
+from support.examples import examples
 
 from paceline.report.columns import divided, fitted, total_width, widths, wrapped
 from paceline.report.fitting_table import FittingTable

@@ -2,9 +2,9 @@
 
 import itertools
 
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from paceline.trace.collectors.sampled_steps import FIRST_STEP, LEAST_EVERY, SampledSteps
 

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from examples import examples
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from scheduler_worlds import CLUSTERS, Driver
+from support.examples import examples
+from support.scheduler_worlds import CLUSTERS, Driver
 
 from paceline.scheduler.policies import POLICIES
 

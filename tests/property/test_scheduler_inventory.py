@@ -2,11 +2,11 @@
 
 import math
 
-from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from scheduler_worlds import CLUSTERS
+from support.examples import examples
+from support.scheduler_worlds import CLUSTERS
 
 from paceline.scheduler.cluster import Cluster, Node
 from paceline.scheduler.state.inventory import Inventory

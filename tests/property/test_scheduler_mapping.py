@@ -4,9 +4,9 @@ import itertools
 
 import numpy as np
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from paceline.core.errors import ConfigError, UsageError
 from paceline.scheduler.cluster import Cluster, Level

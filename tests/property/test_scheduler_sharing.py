@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_worlds import CLUSTERS, random_job, rate_model
+from support.examples import examples
+from support.scheduler_worlds import CLUSTERS, random_job, rate_model
 
 from paceline.scheduler.decide import decide
 from paceline.scheduler.events import Submitted

@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_worlds import CLUSTERS, random_job, rate_model
+from support.examples import examples
+from support.scheduler_worlds import CLUSTERS, random_job, rate_model
 
 from paceline.scheduler.policies import POLICIES
 from paceline.scheduler.policies.fitting import never_fits
@@ -67,9 +67,12 @@ def simulated(name, the_world):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("told", ["truth", "wrong", "nothing"])
-@settings(max_examples=examples(4))
-@given(seed=st.integers(0, 2**32), cluster=st.sampled_from(sorted(CLUSTERS)))
+@settings(max_examples=examples(12))
+@given(
+    told=st.sampled_from(["truth", "wrong", "nothing"]),
+    seed=st.integers(0, 2**32),
+    cluster=st.sampled_from(sorted(CLUSTERS)),
+)
 def test_every_job_ends_and_equal_seeds_give_equal_logs(name, told, seed, cluster):
     the_world = world(seed, cluster, told=told)
     outcome = simulated(name, the_world)

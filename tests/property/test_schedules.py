@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-from examples import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from schedule_cases import RANKS, expected, inputs, interleaved, replay, schedules
+from support.examples import examples
+from support.schedule_cases import RANKS, expected, inputs, interleaved, replay, schedules
 
 from paceline.collectives.executor import ScheduleExecutor
 from paceline.collectives.transports.threads import ThreadGroup

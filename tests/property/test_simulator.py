@@ -4,9 +4,9 @@ import dataclasses
 
 import numpy as np
 import pytest
-from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from paceline.core.errors import UsageError
 from paceline.core.machine_file import library_machine

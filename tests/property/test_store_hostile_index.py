@@ -5,9 +5,9 @@ import shutil
 import struct
 
 import pytest
-from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from paceline import store
 from paceline.cli.app import main

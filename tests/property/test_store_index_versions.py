@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from paceline import store
 from paceline.core.errors import CorruptPack

@@ -5,9 +5,9 @@ import math
 from unittest import mock
 
 import numpy as np
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from paceline.store.serve import placement as placement_module
 from paceline.store.serve.cache import Future, ShardCache

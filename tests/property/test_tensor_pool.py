@@ -2,10 +2,10 @@
 
 import ctypes
 
-from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from support.examples import examples
 
 from paceline.native import TensorPool
 

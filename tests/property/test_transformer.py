@@ -3,9 +3,9 @@
 import dataclasses
 
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from paceline.core.machine import Link, Quantity
 from paceline.core.machine_file import library_machine

@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from machines import collective, sheet
+from support.machines import collective, sheet
 
 from paceline.core.breakdown import Breakdown
 from paceline.core.errors import ConfigError

@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from machines import collective, framework, sheet
-from traces import data_parallel, write_run
+from support.machines import collective, framework, sheet
+from support.traces import data_parallel, write_run
 
 from paceline.cli.calibrate import calibrate as verb
 from paceline.core.breakdown import PHASES

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from machines import collective, small_machine
+from support.machines import collective, small_machine
 
 from paceline.core.affinity import planned_cores
 from paceline.core.errors import UsageError

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from machines import collective, small_machine
+from support.machines import collective, small_machine
 
 from paceline.core.errors import UsageError
 from paceline.core.machine import Disturbance

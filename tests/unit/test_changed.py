@@ -34,7 +34,7 @@ def edges(changed):
         ),
         ("native/mpi/windows.cpp", {"src/paceline/launch/mpi.py": 1, "campaign:mpi": 3}),
         # What tests share, and what they name.
-        ("tests/launching.py", {"tests/integration/test_run.py": 1}),
+        ("tests/support/launching.py", {"tests/integration/test_run.py": 1}),
         ("tests/integration/scripts/train.py", {"tests/integration/test_run.py": 1}),
         ("docs/architecture.md", {"tests/e2e/test_documents.py": 1}),
     ],

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from machines import collective, small_machine
+from support.machines import collective, small_machine
 
 from paceline.collectives import HostGroup, backend, horovod, settings
 from paceline.collectives.choice import Crossover, PathChoice

@@ -1,7 +1,7 @@
 """What became slower from one run to another, and what is noise."""
 
 import numpy as np
-from traces import Late, data_parallel, write_run
+from support.traces import Late, data_parallel, write_run
 
 from paceline.trace.analysis import analyse
 from paceline.trace.efficiency import compare_runs, read_series

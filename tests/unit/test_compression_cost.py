@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from machines import collective, sheet, small_machine
+from support.machines import collective, sheet, small_machine
 
 from paceline.core.errors import ConfigError, UsageError
 from paceline.core.machine import Link

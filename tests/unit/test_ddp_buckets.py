@@ -1,10 +1,9 @@
 """DDP's bucket sizes by default: the plan's, unless the script sets its own."""
 
-import os
-import subprocess
 import sys
 
 import pytest
+from support import forking
 
 pytest.importorskip("torch")
 
@@ -39,7 +38,7 @@ MIB = 1 << 20
 )
 def test_the_plan_sets_the_default_and_the_script_wins(plan, script, expected):
     command = [sys.executable, "-c", PROGRAM, *map(str, plan), script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
+    done = forking.run(command, modules=forking.TORCH, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = tuple(map(int, done.stdout.split()[-2:]))
     if "takes bucket_bytes" in done.stderr:  # a torch that has one size for all but its default

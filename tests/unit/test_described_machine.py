@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from machines import collective, sheet
+from support.machines import collective, sheet
 
 from paceline.core.errors import UsageError
 from paceline.core.machine import Device, Fabric, Link, Machine, PeakRate

@@ -1,8 +1,8 @@
 """What a run waited for, who caused it, and what would make its steps shorter."""
 
 import pytest
-from exchanges import Collective, EndOfStep, Message, Work, play
-from traces import MS, Event, Late, data_parallel, set_boot_id, set_dropped_count, write_run
+from support.exchanges import Collective, EndOfStep, Message, Work, play
+from support.traces import MS, Event, Late, data_parallel, set_boot_id, set_dropped_count, write_run
 
 from paceline.core.errors import NotFound, UsageError
 from paceline.trace.analysis import analyse

@@ -6,7 +6,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from machines import collective, framework, sheet
+from support.machines import collective, framework, sheet
 
 from paceline.core.errors import UsageError
 from paceline.core.estimate import Estimate

@@ -4,7 +4,7 @@ import collections
 import json
 
 import pytest
-from traces import MS, Event, data_parallel, pipelined, write_run
+from support.traces import MS, Event, data_parallel, pipelined, write_run
 
 from paceline.schedules.pipeline import StageCosts, one_forward_one_backward
 from paceline.trace.export.chakra import write_chakra

@@ -10,11 +10,11 @@ import subprocess
 
 import numpy as np
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from otf2_archives import check_archive, printed, read
-from traces import MS, Event, Late, data_parallel, pipelined, set_boot_id, write_run
+from support.examples import examples
+from support.otf2_archives import check_archive, printed, read
+from support.traces import MS, Event, Late, data_parallel, pipelined, set_boot_id, write_run
 
 from paceline.core.errors import Missing, StorageError
 from paceline.schedules.pipeline import StageCosts, one_forward_one_backward

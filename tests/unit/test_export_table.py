@@ -3,7 +3,7 @@
 import csv
 
 import pytest
-from traces import Late, data_parallel, set_boot_id, write_run
+from support.traces import Late, data_parallel, set_boot_id, write_run
 
 from paceline.core.errors import Missing
 from paceline.trace.export import table

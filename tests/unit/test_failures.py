@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from traces import Event, write_run
+from support.traces import Event, write_run
 
 from paceline.core.errors import Interrupted, Preempted, RankLost, ScriptFailed
 from paceline.core.processes import StopRequested

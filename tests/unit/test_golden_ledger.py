@@ -6,7 +6,7 @@
 import tempfile
 from pathlib import Path
 
-from ledgers import audited
+from support.ledgers import audited
 
 from paceline.federated.ledger import SigningKey, schema
 

@@ -5,7 +5,7 @@ import json
 from typing import Any, ClassVar
 
 import pytest
-from records import GOLDEN, golden_name, record_classes
+from support.records import GOLDEN, golden_name, record_classes
 
 from paceline.core.errors import ConfigError, NewerFormat
 from paceline.core.record import Record
@@ -16,7 +16,7 @@ from paceline.trace.analysis.blame import BlameRules
 
 CLASSES = record_classes()
 BY_NAME = {golden_name(cls, 0).rpartition("-v")[0]: cls for cls in CLASSES}
-HINT = "run `python tests/records.py`, which writes the golden files that are missing"
+HINT = "run `python -m support.records` in tests/, which writes the golden files that are missing"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

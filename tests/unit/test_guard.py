@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import await_true
+from support.launching import await_true
 
 
 def guard(*command, **options):

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from synthetic import BASE_S, Culprit, Noise, made_up_run, planted_seconds
+from support.synthetic import BASE_S, Culprit, Noise, made_up_run, planted_seconds
 
 from paceline.core.errors import ConfigError, NotFound, UsageError
 from paceline.perf.imbalance import ForecastSettings, forecast_remedies

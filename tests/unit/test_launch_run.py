@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from traces import data_parallel, write_run
+from support.traces import data_parallel, write_run
 
 from paceline.core.clock import ManualClock
 from paceline.core.config import resolve

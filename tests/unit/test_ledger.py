@@ -7,7 +7,7 @@ import sys
 from contextlib import closing
 
 import pytest
-from ledgers import TERMS, audited, funded, work
+from support.ledgers import TERMS, audited, funded, work
 
 from paceline.core.errors import (
     CorruptData,

@@ -7,7 +7,7 @@ import sqlite3
 from contextlib import closing
 
 import pytest
-from ledgers import audited
+from support.ledgers import audited
 
 from paceline.core.errors import CorruptData
 from paceline.federated.ledger import ExpectedBlock, Ledger, SigningKey

@@ -1,7 +1,7 @@
 """The ceiling of each stage of a loader, from hand-made traces."""
 
 import pytest
-from traces import MS, Event, write_run
+from support.traces import MS, Event, write_run
 
 from paceline.report.loader import loader_rows, loader_words
 from paceline.trace.analysis import analyse

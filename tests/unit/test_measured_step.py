@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from machines import collective, small_machine
+from support.machines import collective, small_machine
 
 from paceline.core.errors import UsageError
 from paceline.core.measured_step import MeasuredPhase, OperatorCalls, OperatorTime, StepMeasurement

@@ -1,6 +1,5 @@
 """Names and words of the source: one meaning per class name, and the field's own terms."""
 
-import ast
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -30,22 +29,26 @@ WORDS = {
 }
 
 
+@pytest.fixture(scope="module")
+def texts():
+    return {path: path.read_text() for path in [*MODULES, *PAGES, *NATIVE]}
+
+
 def test_class_names_are_unique():
     places = defaultdict(list)
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(str(path.relative_to(SOURCE)))
+        for name in re.findall(r"^ *class (\w+)", path.read_text(), re.M):
+            places[name].append(str(path.relative_to(SOURCE)))
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
 @pytest.mark.parametrize("pattern", WORDS)
-def test_the_text_uses_the_terms_of_the_field(pattern):
+def test_the_text_uses_the_terms_of_the_field(pattern, texts):
+    used = re.compile(rf"(?<![`'\"])\b(?:{pattern})\b")
     found = [
-        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for path in [*MODULES, *PAGES, *NATIVE]
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if re.search(rf"(?<![`'\"])\b({pattern})\b", line)
+        f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}: {match[0]}"
+        for path, text in texts.items()
+        for match in used.finditer(text)
     ]
     assert not found, f"instead: {WORDS[pattern]}"
 

@@ -1,7 +1,7 @@
 """Counters of nodes: one rank of each counts, and a long run has fewer, longer intervals."""
 
 import pytest
-from traces import MS
+from support.traces import MS
 
 from paceline.native import Recorder
 from paceline.report.node_activity import activity_rows

@@ -7,9 +7,9 @@ import threading
 from dataclasses import dataclass
 
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from paceline.core.errors import DeadlineExceeded, UsageError
 from paceline.store.feed.workers import Bounds, OrderedThreads

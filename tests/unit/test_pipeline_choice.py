@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from machines import sheet, small_machine
+from support.machines import sheet, small_machine
 
 from paceline.core.errors import MemoryExceeded, UsageError
 from paceline.core.machine import Link

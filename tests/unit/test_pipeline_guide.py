@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from pipeline_cases import chain
+from support.pipeline_cases import chain
 
 from paceline.core.errors import InvalidSchedule, MemoryExceeded
 from paceline.report.timeline import timeline

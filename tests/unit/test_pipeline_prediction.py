@@ -6,7 +6,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from machines import collective, sheet, small_machine
+from support.machines import collective, sheet, small_machine
 
 from paceline.core.errors import ConfigError, UsageError
 from paceline.core.estimate import Estimate

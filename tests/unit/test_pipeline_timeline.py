@@ -1,7 +1,7 @@
 """A replayed pipeline as text: what runs when can be read, whatever the scale."""
 
 import pytest
-from pipeline_cases import chain
+from support.pipeline_cases import chain
 
 from paceline.report.timeline import MAX_RANKS, timeline
 from paceline.schedules.pipeline import (

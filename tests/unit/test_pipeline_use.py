@@ -4,11 +4,11 @@ import io
 import itertools
 
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from traces import pipelined, write_run
+from support.examples import examples
+from support.traces import pipelined, write_run
 
 from paceline.core.machine import Link, Quantity
 from paceline.report.model import gather, to_json

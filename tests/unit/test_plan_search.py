@@ -6,7 +6,7 @@ import json
 from xml.etree import ElementTree
 
 import pytest
-from command_line import without_torch
+from support.command_line import without_torch
 
 from paceline.cli.plan_model import NodeRange
 from paceline.core.errors import MemoryExceeded, UsageError

@@ -5,7 +5,7 @@ import math
 import re
 
 import pytest
-import queues
+from support import queues
 
 from paceline.core.errors import CorruptData, NotFound, UsageError
 from paceline.scheduler.formats.gavel import read_rates as read_gavel_rates

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-import queues
+from support import queues
 
 from paceline.core.errors import CorruptData, UsageError
 from paceline.scheduler.cluster import Cluster, Level

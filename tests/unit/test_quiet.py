@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from machines import collective, small_machine
+from support.machines import collective, small_machine
 
 from paceline.core.foreign_cpu import CpuUse, cpu_use, parse_busy_s
 from paceline.core.machine import Disturbance, Point, Rate

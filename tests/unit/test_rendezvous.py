@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from launching import await_true
+from support.launching import await_true
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import DeadlineExceeded, RankLost

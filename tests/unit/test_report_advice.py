@@ -8,7 +8,7 @@ import re
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
-from traces import MS, Event, Late, data_parallel, write_run
+from support.traces import MS, Event, Late, data_parallel, write_run
 
 from paceline.cli.why import why
 from paceline.report.model import gather

@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from traces import Late, data_parallel, write_run
+from support.traces import Late, data_parallel, write_run
 
 from paceline.core.errors import ConfigError
 from paceline.report.advice.gather import gather_facts

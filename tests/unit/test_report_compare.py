@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from traces import Late, data_parallel, write_run
+from support.traces import Late, data_parallel, write_run
 
 from paceline.core.breakdown import Breakdown
 from paceline.report.compare import Comparison, compare, undisturbed

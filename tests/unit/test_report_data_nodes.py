@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 from rich.console import Console
-from traces import data_parallel, write_run
+from support.traces import data_parallel, write_run
 
 from paceline.core.breakdown import Breakdown
 from paceline.core.errors import CorruptData

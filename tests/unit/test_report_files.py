@@ -1,6 +1,6 @@
 """Which file took the late rank longest, and what tables of files leave out."""
 
-from traces import MS, Event, write_run
+from support.traces import MS, Event, write_run
 
 from paceline.report.files import file_rows, file_words, shown_files
 from paceline.trace.analysis.blame import Straggler

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from machines import collective
 from rich.console import Console
-from traces import (
+from support.machines import collective
+from support.traces import (
     Event,
     Late,
     data_parallel,

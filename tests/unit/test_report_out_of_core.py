@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from traces import data_parallel, write_run
+from support.traces import data_parallel, write_run
 
 from paceline.core.errors import CorruptData
 from paceline.report.model import gather, to_json

@@ -1,7 +1,7 @@
 """The sentence about a step that did not end."""
 
 import pytest
-from traces import MS, Event, write_run
+from support.traces import MS, Event, write_run
 
 from paceline.launch.summary import summarize
 from paceline.report.model import gather

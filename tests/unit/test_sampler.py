@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import await_true
-from traces import MS
+from support.launching import await_true
+from support.traces import MS
 
 from paceline.native import Recorder
 from paceline.trace.collectors.sampler import NAMES_MAX, StackSampler

@@ -8,8 +8,8 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from machines import sheet
-from schedule_cases import interleaved, schedules
+from support.machines import sheet
+from support.schedule_cases import interleaved, schedules
 
 from paceline.core.errors import ConfigError, UsageError
 from paceline.core.machine import CollectiveCost, CollectivePoint, Device, Link, Machine

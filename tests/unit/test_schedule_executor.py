@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from schedule_cases import inputs
+from support.schedule_cases import inputs
 
 from paceline.collectives import arrays
 from paceline.collectives.executor import ScheduleExecutor

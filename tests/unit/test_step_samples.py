@@ -1,7 +1,7 @@
 """Figures of sampled steps: layers, gradients, operators, memory."""
 
 import pytest
-from traces import MS, Event, write_run
+from support.traces import MS, Event, write_run
 
 from paceline.report.sampled import layer_rows, layer_words
 from paceline.trace.analysis import analyse

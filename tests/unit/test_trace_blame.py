@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from examples import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from traces import MS, Event, Late, data_parallel, write_run
+from support.examples import examples
+from support.traces import MS, Event, Late, data_parallel, write_run
 
 from paceline.trace.analysis import analyse
 from paceline.trace.analysis.blame import excess_s

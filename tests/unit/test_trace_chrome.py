@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from traces import MS, Event, Late, data_parallel, write_run
+from support.traces import MS, Event, Late, data_parallel, write_run
 
 from paceline.trace.export.chrome import chrome_json
 from paceline.trace.format.events import BY_RUN, COMMUNICATION, DRAIN, NOT_RUNNING, Kind

@@ -5,8 +5,8 @@ import random
 
 import numpy as np
 import pytest
-from exchanges import START_NS, Collective, EndOfStep, Message, Work, play
-from traces import MS, set_boot_id, write_run
+from support.exchanges import START_NS, Collective, EndOfStep, Message, Work, play
+from support.traces import MS, set_boot_id, write_run
 
 from paceline.trace.analysis import analyse
 from paceline.trace.analysis.stats import summarize_trace

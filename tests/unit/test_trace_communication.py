@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from traces import MS, Event, Late, data_parallel, write_run
+from support.traces import MS, Event, Late, data_parallel, write_run
 
 from paceline.trace.analysis import analyse
 from paceline.trace.analysis.communication import size_classes_bytes

@@ -1,7 +1,7 @@
 """What traces say of a rank's main thread in each step, and what blame makes of it."""
 
 import pytest
-from traces import MS, Event, Late, data_parallel, write_run
+from support.traces import MS, Event, Late, data_parallel, write_run
 
 from paceline.trace.analysis import analyse
 from paceline.trace.analysis.counters import step_counters

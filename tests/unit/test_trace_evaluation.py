@@ -6,7 +6,7 @@ module that is trained, t of another one. Without gradients only: g. In evaluati
 """
 
 import pytest
-from traces import MS, Event, write_run
+from support.traces import MS, Event, write_run
 
 from paceline.trace.analysis import analyse
 from paceline.trace.analysis.phases import step_time_s

@@ -5,7 +5,7 @@ import struct
 
 import numpy as np
 import pytest
-from traces import MS, Event, with_checksums, write_trace
+from support.traces import MS, Event, with_checksums, write_trace
 
 from paceline.core.errors import CorruptTrace, NotFound
 from paceline.native import Recorder, crc32c

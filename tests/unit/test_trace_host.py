@@ -1,7 +1,7 @@
 """Names for the time between phases: recorded work, and gaps that samples name."""
 
 import pytest
-from traces import MS, Event, write_run
+from support.traces import MS, Event, write_run
 
 from paceline.trace.analysis import analyse
 from paceline.trace.analysis.nans import NanValue

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 from rich.console import Console
-from traces import (
+from support.traces import (
     MS,
     Event,
     data_parallel,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from traces import MS, Event, Late, data_parallel, set_boot_id, write_run, write_trace
+from support.traces import MS, Event, Late, data_parallel, set_boot_id, write_run, write_trace
 
 from paceline.core.errors import CorruptTrace, NotFound, StorageError
 from paceline.trace.format.events import COMMUNICATION, Kind

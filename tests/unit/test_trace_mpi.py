@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from traces import MS, Event, write_run
+from support.traces import MS, Event, write_run
 
 from paceline.trace.analysis import analyse
 from paceline.trace.efficiency import measure_efficiency

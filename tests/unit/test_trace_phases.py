@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from traces import MS, Event, Late, data_parallel, set_dropped_count, write_run
+from support.traces import MS, Event, Late, data_parallel, set_dropped_count, write_run
 
 from paceline.core.breakdown import PHASES, Breakdown
 from paceline.core.errors import CorruptTrace

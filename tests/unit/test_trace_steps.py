@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from traces import MS, Event, set_dropped_count, write_run
+from support.traces import MS, Event, set_dropped_count, write_run
 
 from paceline.launch.run import summarize
 from paceline.runs.result import Failure

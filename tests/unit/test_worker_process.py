@@ -9,8 +9,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from launching import await_true
-from worker_calls import Reply, Request
+from support.launching import await_true
+from support.worker_calls import Reply, Request
 
 from paceline.core import errors, worker_process
 from paceline.core.errors import DeadlineExceeded, PacelineError, WorkerFailed
@@ -32,7 +32,9 @@ def importable(monkeypatch):
 
 def work(act, text="", count=0, **options):
     request = Request(act=act, text=text, count=count)
-    return WorkerCall(module="worker_calls", request=request, answer=Reply, name=act, **options)
+    return WorkerCall(
+        module="support.worker_calls", request=request, answer=Reply, name=act, **options
+    )
 
 
 def ask(act, text="", count=0, *, deadline_s=60.0, **options):
@@ -225,10 +227,10 @@ def test_a_worker_dies_with_its_caller():
     code = """
     import os, sys
     from paceline.core.worker_process import WorkerCall, WorkerProcess
-    from worker_calls import Reply, Request
+    from support.worker_calls import Reply, Request
     request = Request(act="hang")
     worker = WorkerProcess(WorkerCall(
-        module="worker_calls", request=request, answer=Reply, name="hang"))
+        module="support.worker_calls", request=request, answer=Reply, name="hang"))
     worker.send(10)
     print(worker._process.pid, flush=True)
     sys.stdin.read()

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
-from schedule_cases import expected, inputs, schedules
+from support.schedule_cases import expected, inputs, schedules
 
 from paceline.collectives.executor import ScheduleExecutor
 from paceline.core.errors import RankLost, UsageError

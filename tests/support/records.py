@@ -1,6 +1,6 @@
 """Golden files of records: one example for each class and version.
 
-``python tests/records.py`` writes the golden files that are missing for the current versions. It
+``python -m support.records`` writes the golden files that are missing for the current versions. It
 never changes a file that is there: an old golden file stands for the files that users have kept.
 """
 
@@ -22,7 +22,7 @@ from paceline.schedules import Transfer
 from paceline.schedules.memory import ManagedTensor
 from paceline.schedules.pipeline import LayerEdge, PipelineAction
 
-GOLDEN = Path(__file__).parent / "golden" / "records"
+GOLDEN = Path(__file__).parents[1] / "golden" / "records"
 # Fields whose values are checked: what the type alone would give is refused.
 VALUES = {
     "BlameRules": {},

@@ -24,5 +24,5 @@ def load() -> None:
 def examples(thorough: int) -> int:
     """Return the number of examples of a test whose thorough run has another than 100."""
     if PROFILE == "quick":
-        return min(thorough, PROFILES["quick"])
+        return max(1, min(thorough * PROFILES["quick"] // PROFILES["thorough"], PROFILES["quick"]))
     return thorough * PROFILES[PROFILE] // PROFILES["thorough"]

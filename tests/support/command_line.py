@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import forking
+from support import forking
 
 DEADLINE_S = 120
 _WITHOUT_TORCH = """

@@ -20,7 +20,7 @@ import traceback
 import types
 from pathlib import Path
 
-from forking.processes import MARK, set_mark
+from support.forking.processes import MARK, set_mark
 
 THREADS = "OMP_NUM_THREADS"  # OpenMP reads it at the start, torch lets it be changed
 _FAILED = 120  # the code of the interpreter that cannot flush its streams
@@ -113,7 +113,7 @@ def _reset(order) -> None:
         threads = int(os.environ.get(THREADS, 0)) or len(os.sched_getaffinity(0))
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-    subprocess.Popen = sys.modules["forking.popen"].Popen
+    subprocess.Popen = sys.modules["support.forking.popen"].Popen
     atexit._clear()
     logging.root.handlers.clear()
     tempfile.tempdir = None  # chosen by the variables of the parent

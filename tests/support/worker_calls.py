@@ -1,4 +1,4 @@
-"""A worker that misbehaves as its request says; run with ``python -m worker_calls``."""
+"""A worker that misbehaves as its request says; run with ``python -m support.worker_calls``."""
 
 import json
 import os

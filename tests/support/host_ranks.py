@@ -23,9 +23,16 @@ TIMEOUT_S = 60.0
 
 def run(scenario, ranks, **arguments):
     """Return what each rank of a scenario reported, in a process of its own."""
-    command = [sys.executable, "-m", "host_ranks", scenario, str(ranks), json.dumps(arguments)]
+    command = [
+        sys.executable,
+        "-m",
+        "support.host_ranks",
+        scenario,
+        str(ranks),
+        json.dumps(arguments),
+    ]
     result = subprocess.run(
-        command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, timeout=120, check=True
+        command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, timeout=120, check=True
     )
     return json.loads(result.stdout)
 

@@ -14,9 +14,8 @@ import tempfile
 import weakref
 from pathlib import Path
 
-from launching import await_true
-
 from paceline.cli.app import main
+from support.launching import await_true
 
 DEADLINE_S = 120
 PYTHON = sys.executable

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import forking
+from support import forking
 
 DEADLINE_S = 120
 RANK_PROCESS = Path(__file__).parent / "rank_process.py"
@@ -79,7 +79,7 @@ def _objects_in(text: str):
 
 def lost_peer(folder: Path, ranks: int, how: str, deadline_s: float = DEADLINE_S):
     """Run conformance/scripts/lost_peer.py; return the error of the first rank that got one."""
-    script = Path(__file__).parent / "conformance/scripts/lost_peer.py"
+    script = Path(__file__).parents[1] / "conformance/scripts/lost_peer.py"
     processes = [
         forking.Popen(
             [sys.executable, str(script), str(folder / "store"), str(rank), str(ranks), how],

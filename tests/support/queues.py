@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-PUBLISHED = Path(__file__).parents[2] / "shared" / "sched"
+PUBLISHED = Path(__file__).parents[3] / "shared" / "sched"
 
 PHILLY = """\
 timestamp,duration,num_gpus,gpu_time,cluster

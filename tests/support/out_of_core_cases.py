@@ -9,7 +9,7 @@ from torch import nn
 
 from paceline.schedules.memory import least_budget_bytes, plan_memory, target_budget_bytes
 
-sys.path.insert(0, str(Path(__file__).parent / "integration" / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration" / "scripts"))
 from out_of_core_models import ROWS, WIDTH, residuals, rows
 
 __all__ = ["ROWS", "WIDTH", "residuals", "rows"]

@@ -2,7 +2,7 @@
 
 Ranks of two namespaces cannot open each other's memory through /proc, as those of two hosts cannot.
 
-    python tests/emulated_hosts.py FIRST_RANK HOST_RANKS RANKS COMMAND...    one host
+    python tests/support/emulated_hosts.py FIRST_RANK HOST_RANKS RANKS COMMAND...    one host
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-
-import forking
 
 from paceline.core.processes import die_with_parent
 
@@ -43,6 +41,8 @@ def run_on_hosts(host_ranks, command, *, env=None, cwd=None):
     Returns the exit code of each host (the largest of its ranks), and what all wrote to stdout and
     to stderr, by host.
     """
+    from support import forking  # a host, which is this file as a program, has no such package
+
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -19,11 +19,11 @@ import weakref
 from pathlib import Path
 from typing import Self
 
-import forking
-from forking import MARK
+from support import forking
+from support.forking import MARK
 
-SCRIPTS = Path(__file__).parent / "integration" / "scripts"
-EXAMPLES = Path(__file__).parent.parent / "examples"
+SCRIPTS = Path(__file__).parents[1] / "integration" / "scripts"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 DEADLINE_S = 120
 TWO_NODES = (("127.0.0.1", ()),) * 2  # on this host: an address of each, words before its command
 

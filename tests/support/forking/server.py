@@ -9,10 +9,10 @@ import pkgutil
 import socket
 import sys
 
-from forking import child
-from forking.messages import receive, send
-from forking.popen import has_foreign_threads
 from paceline.core.processes import die_with_parent
+from support.forking import child
+from support.forking.messages import receive, send
+from support.forking.popen import has_foreign_threads
 
 _FRAMEWORKS = ("torch", "flwr", "mpi4py", "jax", "tensorflow")
 

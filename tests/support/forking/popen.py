@@ -13,8 +13,8 @@ import threading
 import types
 from pathlib import Path
 
-from forking.child import THREADS, fork, program_of
-from forking.messages import receive, send
+from support.forking.child import THREADS, fork, program_of
+from support.forking.messages import receive, send
 
 TORCH = (
     "torch",
@@ -229,9 +229,9 @@ class Server:
     def __init__(self, modules) -> None:
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair()
-        folder = str(Path(__file__).parent.parent)
+        folder = str(Path(__file__).parents[2])
         program = (
-            f"import sys; sys.path.insert(0, {folder!r}); from forking.server import main; "
+            f"import sys; sys.path.insert(0, {folder!r}); from support.forking.server import main; "
             f"main({theirs.fileno()}, {os.getpid()}, {list(modules)}, {folder!r})"
         )
         self._process = subprocess.Popen(

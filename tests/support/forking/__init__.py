@@ -21,7 +21,7 @@ that would be forked has threads that Python does not know, such as OpenMP's, wh
 would inherit. Tests of a start itself ask for one: `fresh`.
 """
 
-from forking.popen import PLAIN, TORCH, Popen, leaked_variables, run
-from forking.processes import MARK, marked
+from support.forking.popen import PLAIN, TORCH, Popen, leaked_variables, run
+from support.forking.processes import MARK, marked
 
 __all__ = ["MARK", "PLAIN", "TORCH", "Popen", "leaked_variables", "marked", "run"]

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from traces import Event
-
 from paceline.trace.format.events import COMMUNICATION, Kind
+from support.traces import Event
 
 GROUP = "group default"
 START_NS = 10**12

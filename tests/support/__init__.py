@@ -1,0 +1,1 @@
+"""What tests share: how they start processes, and what they start, read and compare."""
