@@ -2,11 +2,12 @@
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
-from support.mounts import WAYS, twins_by
+from support.mounts import WAYS, Twins, twins_by
 
 SCRIPT = Path(__file__).parent / "scripts" / "posix_probes.py"
 PROBES = (
@@ -28,33 +29,43 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def make(twins):
-    twins.plain.mkdir()
-    made = twins.run([sys.executable, SCRIPT, "make", "data"], is_mounted=False)
-    assert made.returncode == 0, made.stderr
+def read(twins, *, is_mounted):
+    done = twins.run([sys.executable, SCRIPT, "read", "data"], is_mounted=is_mounted)
+    assert done.returncode == 0, done.stderr.decode()
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A folder with what the probes read."""
+    made = Twins(tmp_path_factory.mktemp("probes"))
+    made.plain.mkdir()
+    done = made.run([sys.executable, SCRIPT, "make", "data"], is_mounted=False)
+    assert done.returncode == 0, done.stderr
+    return made
+
+
+@pytest.fixture(scope="module")
+def in_tree(tree):
+    """What all probes find in the folder."""
+    return read(tree, is_mounted=False)
 
 
 @pytest.fixture(scope="module", params=WAYS)
-def results(tmp_path_factory, request):
-    """What all probes find in the tree, and in the mount."""
-    found = []
+def in_mount(tmp_path_factory, request, tree):
+    """What all probes find in a mount of its pack."""
     top = tmp_path_factory.mktemp(f"probes-{request.param}")
-    with twins_by(request.param, top, make) as twins:
-        for is_mounted in (False, True):
-            done = twins.run([sys.executable, SCRIPT, "read", "data"], is_mounted=is_mounted)
-            assert done.returncode == 0, done.stderr.decode()
-            found.append(json.loads(done.stdout))
-    return found
+    with twins_by(request.param, top, lambda made: shutil.copytree(tree.plain, made.plain)) as made:
+        return read(made, is_mounted=True)
 
 
 @pytest.mark.parametrize("name", PROBES)
-def test_probe(results, name):
-    in_tree, in_mount = (found[name] for found in results)
-    if in_tree is None:
+def test_probe(in_tree, in_mount, name):
+    if in_tree[name] is None:
         pytest.skip("no library here of which `make test` has no other use")
-    assert "Error" not in str(in_tree)
-    assert in_mount == in_tree
+    assert "Error" not in str(in_tree[name])
+    assert in_mount[name] == in_tree[name]
 
 
-def test_all_probes_are_named(results):
-    assert sorted(results[0]) == sorted(PROBES)
+def test_all_probes_are_named(in_tree, in_mount):
+    assert sorted(in_tree) == sorted(in_mount) == sorted(PROBES)

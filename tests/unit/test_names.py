@@ -37,7 +37,7 @@ def texts():
 def test_class_names_are_unique():
     places = defaultdict(list)
     for path in MODULES:
-        for name in re.findall(r"^ *class (\w+)", path.read_text(), re.M):
+        for name in re.findall(r"^class (\w+)", path.read_text(), re.M):
             places[name].append(str(path.relative_to(SOURCE)))
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
