@@ -1,5 +1,6 @@
 """A worker that misbehaves as its request says; run with ``python -m support.worker_calls``."""
 
+import atexit
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.core import errors
 from paceline.core.worker_process import WorkerMessage, serve
@@ -114,11 +116,24 @@ def reads(request):
         return Reply(text=file.read())
 
 
+def tidies(request):
+    """Leave a thread and an exit handler that write, one after the other."""
+    written = Path(request.text)
+
+    def write():
+        threading.main_thread().join()
+        written.write_text("thread")
+
+    atexit.register(lambda: written.write_text(written.read_text() + ", then the handler"))
+    threading.Thread(target=write).start()
+    return Reply()
+
+
 ACTS = {
     function.__name__: function
     for function in (
         *(echo, variable, noisy, huge, fail, foreign, leave, killed, hang, garbage, wrong, child),
-        *(threads, reads),
+        *(threads, reads, tidies),
     )
 }
 

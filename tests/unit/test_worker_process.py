@@ -56,6 +56,11 @@ def test_an_answer_comes_from_a_session_of_its_own():
     assert not is_running(pid)
 
 
+def test_a_worker_that_answered_ends_its_threads_and_runs_its_exit_handlers(tmp_path):
+    ask("tidies", str(tmp_path / "written"))
+    assert (tmp_path / "written").read_text() == "thread, then the handler"
+
+
 def test_a_worker_has_its_own_variables_besides_those_of_its_caller():
     environment = {"WORKER_VARIABLE": "its own"}
     assert ask("variable", "WORKER_VARIABLE", environment=environment).text == "its own"
