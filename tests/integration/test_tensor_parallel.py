@@ -121,7 +121,7 @@ def test_what_does_not_work_is_refused(two):
         assert "Give example_inputs" in found["no example"]
         assert "2 ranks do not divide into groups of 3" in found["groups"]
         assert "another layer uses its parameters too" in found["tied"]
-        assert "LBFGS updates whole matrices" in found["lbfgs"]
+        assert "LBFGS may look at whole tensors" in found["lbfgs"]
 
 
 def test_an_error_of_one_rank_is_that_of_all(two):

@@ -81,7 +81,15 @@ class BeforeStep:
         """Let the alarm see the loss of the coming step; it is read in that step."""
         self._loss = loss.detach()
 
-    def _run(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _run(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        has_closure = len(args) > 1 or kwargs.get("closure") is not None
+        if has_closure and (self._clip_norm is not None or self._scaler.enabled):
+            raise UsageError(
+                "gradients of a closure can be neither clipped nor unscaled",
+                where="optimizer.step(closure)",
+                why="the optimizer calls it, and uses its gradients, in the step",
+                fix="Call the closure before optimizer.step(), or leave out clip_norm and float16",
+            )
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         flag, scale = self._check.flag(), self._scaler.scale
         is_bad = self._scaler.unscale_and_check(parameters, self._ranks.group, found=flag)

@@ -12,7 +12,6 @@ pass, in hooks on its gradients, and in a hook before the optimizer's step.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import sys
@@ -22,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from paceline.core.errors import UsageError
@@ -51,6 +49,7 @@ from paceline.training.engine.ranks import (
     find_ranks,
     first_difference,
 )
+from paceline.training.engine.torch_data_parallel import TorchDataParallel
 from paceline.training.health import DivergenceAlarm, GradientCheck
 from paceline.training.optimizers.norms import ShardedNorms, StageNorms, TensorNorms
 from paceline.training.options import MODES, options_of
@@ -143,7 +142,7 @@ def prepare(
             said.append("gradients are compressed all the same; compression='auto' would not")
     if chosen.scaling == "weak":
         said += _scale_rates(optimizer, ranks.size)
-    check = GradientCheck([name for name, _ in trained])
+    check = GradientCheck([name for name, _ in model.named_parameters()])
     parts = _Parts(
         scaler=LossScaler(enabled=chosen.precision == "float16"),
         check=check,
@@ -537,13 +536,15 @@ def _wrap(
     watch_gradients(trained, parts.check)
     megabytes = {"bucket_cap_mb": sizes["bucket_bytes"] / (1 << 20)} if sizes else {}
     device = next(model.parameters()).device
-    wrapped = DistributedDataParallel(
+    wrapped = TorchDataParallel(
         model,
         device_ids=None if device.type == "cpu" else [device],
         process_group=ranks.group,
         gradient_as_bucket_view=True,
+        find_unused_parameters=compressor is None,
         **megabytes,
     )
+    wrapped.check_before(optimizer)
     if compressor is not None:
         register_hook(wrapped, compressor)
     return wrapped
@@ -575,15 +576,21 @@ def _autocast(model: nn.Module, precision: Precision | None) -> None:
     """Have the model compute in a lower precision, wherever it is called; outputs are float32."""
     if precision in (None, "float32"):
         return
-    kind = next(model.parameters()).device.type
-    forward = torch.autocast(kind, getattr(torch, str(precision)))(model.forward)
+    model.forward = _Autocast(model, getattr(torch, str(precision)))
 
-    @functools.wraps(model.forward)  # its signature says which arguments it takes
-    def computed(*args: Any, **kwargs: Any) -> Any:
-        outputs = forward(*args, **kwargs)
+
+class _Autocast:
+    """A model's `forward` under autocast; a copy of the model gets one of its own."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self._device_type = next(model.parameters()).device.type
+        self._dtype = dtype
+        self.__wrapped__ = model.forward  # its signature says which arguments it takes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self._device_type, self._dtype):
+            outputs = self.__wrapped__(*args, **kwargs)
         return tree_map(lambda value: value.float() if _is_half(value) else value, outputs)
-
-    model.forward = computed
 
 
 def _is_half(value: Any) -> bool:

@@ -65,12 +65,12 @@ def loss_of(model, given, wanted, sometimes):
     return nn.functional.mse_loss(model(given, sometimes=sometimes), wanted)
 
 
-def alone(model, optimizer, ranks, sometimes):
+def alone(model, optimizer, ranks):
     """Train as one process would: the mean over the parts of all ranks."""
     for given, wanted in batches(0):
         optimizer.zero_grad()
         parts = zip(given.chunk(ranks), wanted.chunk(ranks), strict=True)
-        losses = [loss_of(model, *part, sometimes and r % 2) for r, part in enumerate(parts)]
+        losses = [loss_of(model, *part, r % 2) for r, part in enumerate(parts)]
         (sum(losses) / ranks).backward()
         optimizer.step()
 
@@ -86,7 +86,7 @@ def wrapped(model, optimizer, engine, overlap):
     return parallel, optimizer
 
 
-def together(prepared, rank, ranks, sometimes, accumulate):
+def together(prepared, rank, ranks, accumulate):
     model, optimizer = prepared
     for given, wanted in batches(0):
         optimizer.zero_grad()
@@ -94,10 +94,10 @@ def together(prepared, rank, ranks, sometimes, accumulate):
         if accumulate and ranks > 1:
             halves = list(zip(given.chunk(2), wanted.chunk(2), strict=True))
             with model.no_sync():
-                (loss_of(model, *halves[0], sometimes and rank % 2) / 2).backward()
-            (loss_of(model, *halves[1], sometimes and rank % 2) / 2).backward()
+                (loss_of(model, *halves[0], rank % 2) / 2).backward()
+            (loss_of(model, *halves[1], rank % 2) / 2).backward()
         else:
-            loss_of(model, given, wanted, sometimes and rank % 2).backward()
+            loss_of(model, given, wanted, rank % 2).backward()
         # Also those of a layer that did not run: the update must not meet their return.
         assert not getattr(model, "_returning", {}), "parameters are still on their way"
         optimizer.step()
@@ -113,22 +113,16 @@ def differences(rank, ranks, engines):
     for engine, name, overlap in (case for case in CASES if not engines or case[0] in engines):
         for accumulate in (False, True):
             torch.manual_seed(7)
-            sometimes = engine.startswith(("allreduce", "root"))
             reference = Model().double()
-            if not sometimes:
-                del reference.sometimes
-            if engine.startswith(("ddp", "sharded")):
-                del reference.never
             model = copy.deepcopy(reference)
             if rank:  # the engine starts from rank 0's
                 nn.init.zeros_(model.first.weight)
-            alone(reference, OPTIMIZERS[name](reference.parameters()), ranks, sometimes)
+            alone(reference, OPTIMIZERS[name](reference.parameters()), ranks)
             prepared = wrapped(model, OPTIMIZERS[name](model.parameters()), engine, overlap)
-            together(prepared, rank, ranks, sometimes, accumulate)
+            together(prepared, rank, ranks, accumulate)
             state = prepared[0].state_dict()
-            prefix = "module." if engine == "ddp" and ranks > 1 else ""
             error = max(
-                float((state[prefix + key] - value).abs().max())
+                float((state[key] - value).abs().max())
                 for key, value in reference.state_dict().items()
             )
             found[f"{engine} {name} overlap={overlap} accumulate={accumulate}"] = error

@@ -130,6 +130,7 @@ def case_lost():
     if RANK == 1 and place == "forward":
         os.kill(os.getpid(), signal.SIGKILL)
     try:
+        optimizer.zero_grad()
         model(batch(2)).square().mean().backward()
         if RANK == 1:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -38,7 +38,7 @@ class GradientBucket:
         extents: first element of each parameter, and the one after its last.
         views: of `gradients`, one for each parameter, in its shape.
         missing: parameters of which the backward pass has not brought the gradient yet.
-        present: for each parameter, whether the backward pass brought its gradient.
+        present: for each parameter, whether this rank has its gradient in the bucket.
     """
 
     number: int
@@ -99,10 +99,18 @@ class GradientBucket:
         return self.missing == 0
 
     def complete(self) -> None:
-        """Fill what the backward pass did not bring with zeros, before the bucket is reduced."""
-        for view, present in zip(self.views, self.present, strict=True):
-            if not present:
+        """Take what the backward pass did not bring, before the bucket is reduced.
+
+        That is what earlier passes left: those that were not reduced, and those whose average has
+        not been set to zero since, which all ranks have alike. Zeros where there is nothing.
+        """
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            if self.present[index]:
+                continue
+            if parameter.grad is None:
                 view.zero_()
+            else:
+                self.take(index)
         flags = torch.tensor(self.present, dtype=self.gradients.dtype)
         self.used.copy_(flags)
 

@@ -14,7 +14,9 @@ them: `backward` on the CPU is the caller's.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,10 +34,11 @@ from paceline.training.engine.modes import (
 from paceline.training.engine.order import order_of
 from paceline.training.engine.ranks import first_difference
 from paceline.training.engine.shared_memory import SharedMemoryRoot, SharedMemorySharded
+from paceline.training.engine.torch_data_parallel import itself
 from paceline.training.precision.agreement import agree
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from paceline.training.engine.modes import Mode, ModeName
     from paceline.training.engine.ranks import Ranks
@@ -99,8 +102,15 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
         self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self._named = [(name, p) for name, p in self._named if name not in apart]
         check_equal(self._named, ranks)
+        taken = {*apart, *(name for name, _ in self._named)}
+        self._frozen = [(n, p) for n, p in module.named_parameters() if n not in taken]
         self._synchronises = True
         self._begun = False
+        self._unreduced: set[str] = set()  # names of gradients of passes without synchronisation
+        self._passes = 0  # reduced since the optimizer's last step
+        self._versions: dict[int, int] = {}  # of buckets after that step; empty after a pass
+        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        self._groups: list[int] = []
         self._next = 0  # bucket to reduce
         self._started: list[tuple[GradientBucket, Any]] = []
         self._returning: dict[int, Any] = {}  # works of parameters on their way back, by bucket
@@ -119,7 +129,13 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
     # --- the model ---------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Pass a batch through the model."""
+        """Pass a batch through the model.
+
+        Raises:
+            UsageError: a parameter that was frozen before is not, and cannot be trained now.
+        """
+        if any(parameter.requires_grad for _, parameter in self._frozen) and self.ranks.size > 1:
+            self._train_more()
         return self.module(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -131,6 +147,19 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
         """Load the model's state; every rank loads the same."""
         self.await_parameters()
         return self.module.load_state_dict(state, *args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, also those of the parts that the optimizer updates."""
+        self.module.zero_grad(set_to_none)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Return a copy of the model alone: one that no ranks train, as for an average of it."""
+        self.await_parameters()
+        return copy.deepcopy(self.module, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the model alone; each parameter with its own memory, not with its bucket's."""
+        return itself, (copy.deepcopy(self),)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -158,13 +187,14 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
         }
 
     def _hook_of(self, name: str) -> Any:
-        def take(parameter: nn.Parameter) -> None:
-            del parameter
+        def take(_parameter: nn.Parameter) -> None:
+            if self._versions:
+                self._check_forgotten(name)
             if not self._synchronises:
+                self._unreduced.add(name)
                 return
             if not self._begun:
-                self._begun = True
-                self._order.begin(self._number)
+                self._begin_pass()
             if self._brought is not None:
                 self._brought.append(name)
             bucket, index = self._places[name]
@@ -172,6 +202,55 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
                 self._order.issue_full()
 
         return take
+
+    def _begin_pass(self) -> None:
+        """Begin a pass whose gradients are reduced.
+
+        Raises:
+            UsageError: earlier passes were reduced, and the mode cannot add to them.
+        """
+        # What the root has left, the other ranks do not know: they count passes.
+        is_second = self._passes > 0 and not self.mode.accumulates
+        if is_second and (isinstance(self.mode, Root) or self._has_averages()):
+            raise UsageError(
+                f"{type(self.mode).__name__} reduces gradients once for each step",
+                where="backward pass",
+                why="an earlier backward pass was reduced already, and no step came since",
+                fix="Put all but the last backward pass of a step into model.no_sync(), add the "
+                "losses up, or use engine='allreduce' without compression",
+            )
+        self._begun = True
+        self._check_groups()
+        self.mode.begin_pass()
+        self._order.begin(self._number)
+
+    def _check_forgotten(self, name: str) -> None:
+        """Raise an error if a new step's first gradient was added to that of the last step.
+
+        One that was set to zero in place has changed by more than this.
+
+        Raises:
+            UsageError: it was; of `root`, rank 0 has gradients, and raises it.
+        """
+        bucket, index = self._places[name]
+        parameter, view = bucket.parameters[index], bucket.views[index]
+        changes = bucket.gradients._version - self._versions.get(bucket.number, -1)  # noqa: SLF001  # torch 2.10 to 2.13
+        self._versions = {}
+        if parameter.grad.data_ptr() == view.data_ptr() and changes == 1:
+            raise UsageError(
+                f"the gradient of {name} was not set to zero after the step",
+                where="backward pass",
+                why=f"{type(self.mode).__name__} cannot add the gradients of several steps up",
+                fix="Call optimizer.zero_grad(), or use engine='allreduce' without compression",
+            )
+
+    def _has_averages(self) -> bool:
+        """Return whether gradients of a pass that was reduced have not been forgotten."""
+        return any(
+            parameter.grad is not None and parameter.grad.data_ptr() == view.data_ptr()
+            for bucket in self.buckets
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
+        )
 
     def issue_full(self) -> bool:
         """Start to reduce the buckets that are full, in their order; return whether all are."""
@@ -207,13 +286,18 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
 
     def end_pass(self) -> None:
         """Wait until all buckets are reduced, and put gradients where they belong."""
-        for bucket, work in self._started:
+        for _, work in self._started:
             if work is not None:
                 work.wait()
+        if self._started:
+            self.mode.agree_on_used(self.buckets)
+        for bucket, _ in self._started:
             self.mode.reduced(bucket)
         for bucket in self.buckets:
             bucket.reset()
         self._started, self._next, self._begun = [], 0, False
+        self._passes += 1
+        self._unreduced.clear()
         if self._brought is not None:
             order, self._brought = self._brought, None
             self._rearrange(order)
@@ -235,14 +319,96 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
         rest = [name for name, _ in reversed(self._named) if name not in set(names)]
         agreed = [names + rest]
         dist.broadcast_object_list(agreed, group=self.ranks.group, group_src=0)
+        self._arrange_anew(agreed[0])
+
+    def _arrange_anew(self, names: list[str]) -> None:
+        """Make new buckets; the gradients there are go into them."""
         parameters = dict(self._named)
         gradients = {name: parameter.grad for name, parameter in self._named}
-        self._arrange([(name, parameters[name]) for name in agreed[0]])
+        self._arrange([(name, parameters[name]) for name in names])
         for name, gradient in gradients.items():
             bucket, index = self._places[name]
             if gradient is not None:
                 bucket.views[index].copy_(gradient)
                 parameters[name].grad = bucket.views[index]
+
+    # --- what changes later ------------------------------------------------------------------
+
+    def _train_more(self) -> None:
+        """Reduce the gradients of parameters that were frozen until now, too. All ranks call this.
+
+        Raises:
+            UsageError: the mode cannot, or the ranks do not train the same parameters.
+        """
+        more = [(name, p) for name, p in self._frozen if p.requires_grad]
+        if not self.mode.takes_more:
+            raise UsageError(
+                f"{more[0][0]} is trained now, and was frozen before",
+                where="the model's forward pass",
+                why=f"{type(self.mode).__name__} divides the parameters that prepare found trained",
+                fix="Unfreeze it before prepare, or use engine='allreduce' without compression",
+            )
+        ordered = [name for bucket in self.buckets for name in bucket.names]
+        self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
+        self._named += more
+        check_equal(self._named, self.ranks)
+        self._arrange_anew(ordered + [name for name, _ in reversed(more)])
+        for name, parameter in more:
+            parameter.register_post_accumulate_grad_hook(self._hook_of(name))
+        self._brought = []
+        self._order.expect(self._number)
+
+    def _check_groups(self) -> None:
+        """Look at groups that the optimizer got since: it updates what all ranks reduce.
+
+        Raises:
+            UsageError: it does not, or the mode has divided what it updates.
+        """
+        optimizer = None if self._optimizer is None else self._optimizer()
+        if optimizer is None or _lengths(optimizer) == self._groups:
+            return
+        self._groups = _lengths(optimizer)
+        if isinstance(self.mode, Sharded):
+            raise UsageError(
+                "the optimizer has got other parameters since prepare",
+                where="add_param_group",
+                why=f"{type(self.mode).__name__} has divided those that it had",
+                fix="Add the group before prepare (its rate may be 0), or use engine='allreduce'",
+            )
+        known = self.names_of_updated()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in known:
+                    raise UsageError(
+                        f"the optimizer updates a tensor of shape {list(parameter.shape)} that is "
+                        "no parameter of the model",
+                        where="add_param_group",
+                        why="the ranks reduce the gradients of the model's parameters only",
+                        fix="Add parameters of the model, or prepare the other model as well",
+                    )
+
+    def _check_reduced(self, *_: Any) -> None:
+        """Raise an error before a step of gradients that the ranks do not have in common.
+
+        Raises:
+            UsageError: they are those of passes under `no_sync`, or of a parameter that was frozen.
+        """
+        if not self._unreduced and not self._frozen:
+            return
+        own = [n for n, p in self._named if n in self._unreduced and p.grad is not None]
+        frozen = [n for n, p in self._frozen if p.requires_grad and p.grad is not None]
+        if not own and not frozen:
+            return
+        name = (own or frozen)[0]
+        why = "the last backward pass was under no_sync" if own else "it was frozen in prepare"
+        raise UsageError(
+            f"the gradient of {name} is that of this rank alone",
+            where=f"rank {self.ranks.rank}; optimizer.step",
+            why=f"{why}, so that the ranks did not reduce it",
+            fix="Leave the last backward pass before a step out of no_sync"
+            if own
+            else "Pass batches through the prepared model, and unfreeze before that",
+        )
 
     # --- parameters --------------------------------------------------------------------------
 
@@ -250,11 +416,20 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
         """Have the optimizer update what this rank updates, and the ranks share it after a step."""
         if self.ranks.size == 1:
             return
+        self._optimizer = weakref.ref(optimizer)
+        self._groups = _lengths(optimizer)
+        if isinstance(self.mode, Sharded):  # whose averages are not those of the parameters
+            self.module.zero_grad = _ZeroGrad(self.module, optimizer)
+        optimizer.register_step_pre_hook(self._check_reduced)
         self.mode.adopt(optimizer)
-        if self.mode.returns_parameters:
-            optimizer.register_step_post_hook(self._return_parameters)
+        optimizer.register_step_post_hook(self._end_step)
 
-    def _return_parameters(self, *_: Any) -> None:
+    def _end_step(self, *_: Any) -> None:
+        self._passes = 0
+        if not self.mode.accumulates:
+            self._versions = {b.number: b.gradients._version for b in self.buckets}  # noqa: SLF001  # torch 2.10 to 2.13
+        if not self.mode.returns_parameters:
+            return
         for bucket in reversed(self.buckets):  # front layers first
             self._returning[bucket.number] = self.mode.updated(bucket)
         if not self._overlaps[1]:
@@ -286,9 +461,46 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
                     self._await(self._places[name][0].number)
 
         for layer in layers:
-            layer.register_forward_pre_hook(await_own)
+            layer.register_forward_pre_hook(_OfOriginal(await_own))
         # A script may hold the model itself, and save that.
-        self.module.register_state_dict_pre_hook(lambda *_: self.await_parameters())
+        self.module.register_state_dict_pre_hook(_OfOriginal(lambda *_: self.await_parameters()))
+
+
+class _OfOriginal:
+    """A hook that a copy of the model does not have, nor a pickled model."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _OfOriginal, (_nothing,)
+
+
+class _ZeroGrad:
+    """`zero_grad` of a model whose optimizer has parts of the parameters; a copy has no parts."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self._model, self._optimizer = model, optimizer
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        type(self._model).zero_grad(self._model, set_to_none)
+        if self._optimizer is not None:
+            self._optimizer.zero_grad(set_to_none)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ZeroGrad, (self._model,)
+
+
+def _lengths(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Return how many parameters each group of an optimizer has."""
+    return [len(group["params"]) for group in optimizer.param_groups]
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 def check_equal(named: list[tuple[str, nn.Parameter]], ranks: Ranks) -> None:

@@ -13,7 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from paceline.training.engine.modes import broadcast_values, check_stateless
+from paceline.training.engine.modes import (
+    broadcast_values,
+    check_elementwise,
+    check_stateless,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +30,10 @@ def shard_fully(model: nn.Module, optimizer: torch.optim.Optimizer, group: Any) 
     together. All ranks call this; they start from the parameters of rank 0.
 
     Raises:
-        UsageError: the optimizer has state already, which belongs to whole parameters.
+        UsageError: the optimizer has state already, which belongs to whole parameters, or may look
+            at whole tensors.
     """
+    check_elementwise(optimizer, "prepare(engine='fsdp2')")
     check_stateless(optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     broadcast_values(model, group)

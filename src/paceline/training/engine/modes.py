@@ -13,6 +13,7 @@ Source: A. Awan et al., S-Caffe, PPoPP 2017; S. Rajbhandari et al., ZeRO, SC 202
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -46,16 +47,26 @@ class Mode(Protocol):
     Attributes:
         returns_parameters: whether updated parameters come back from other ranks.
         needs_finite: whether no rank's gradients may be infinite or NaN.
+        accumulates: whether passes whose gradients are reduced may add up before a step.
+        takes_more: whether parameters can be added.
     """
 
     returns_parameters: bool
     needs_finite: bool
+    accumulates: bool
+    takes_more: bool
 
     def arrange(self, buckets: Sequence[GradientBucket]) -> None:
         """Take these buckets in place of the ones before."""
 
+    def begin_pass(self) -> None:
+        """Keep what earlier passes reduced, before gradients of a new one come into the buckets."""
+
     def reduce(self, bucket: GradientBucket) -> Any:
         """Start to reduce the gradients of a bucket; return the work."""
+
+    def agree_on_used(self, buckets: Sequence[GradientBucket]) -> None:
+        """Find out which parameters any rank has a gradient of; all buckets have been reduced."""
 
     def reduced(self, bucket: GradientBucket) -> None:
         """Give the reduced gradients to what the optimizer updates."""
@@ -81,12 +92,20 @@ class AllReduce:
 
     returns_parameters = False
     needs_finite = False
+    accumulates = True  # a gradient that all ranks have alike is its own average
+    takes_more = True
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
     def arrange(self, buckets: Sequence[GradientBucket]) -> None:
         """Nothing to keep."""
+
+    def begin_pass(self) -> None:
+        """Nothing to keep: a pass adds to the averages, which all ranks have."""
+
+    def agree_on_used(self, buckets: Sequence[GradientBucket]) -> None:
+        """All ranks know: it was reduced with the gradients."""
 
     def reduce(self, bucket: GradientBucket) -> Any:
         """Sum the gradients of all ranks, or average them where that costs nothing."""
@@ -124,6 +143,8 @@ class CompressedAllReduce(AllReduce):
     """The same, with a compressor's average in place of the exact one."""
 
     needs_finite = True
+    accumulates = False  # momentum would be applied once for each pass
+    takes_more = False
 
     def __init__(self, ranks: Ranks, compressor: Compressor, scale: Scale) -> None:
         super().__init__(ranks)
@@ -154,6 +175,8 @@ class Root:
 
     returns_parameters = True
     needs_finite = False
+    accumulates = False  # rank 0 alone has the averages of earlier passes
+    takes_more = False
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -162,6 +185,12 @@ class Root:
     def arrange(self, buckets: Sequence[GradientBucket]) -> None:
         """Move the parameters of each bucket into one flat tensor, for one broadcast."""
         self._flat = {bucket.number: flatten(bucket) for bucket in buckets}
+
+    def begin_pass(self) -> None:
+        """Nothing to keep: each pass has a step."""
+
+    def agree_on_used(self, buckets: Sequence[GradientBucket]) -> None:
+        """The root knows: it was reduced with the gradients."""
 
     def reduce(self, bucket: GradientBucket) -> Any:
         """Sum the gradients of all ranks at the root."""
@@ -186,7 +215,12 @@ class Root:
         return dist.broadcast(flat, group=self._ranks.group, group_src=0, async_op=True)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Leave the optimizer as it is: parameters without gradients are not updated."""
+        """Leave the optimizer as it is: parameters without gradients are not updated.
+
+        Raises:
+            UsageError: it may run the model several times in a step, which the root would do alone.
+        """
+        check_elementwise(optimizer, "prepare(engine='root')")
 
     def names_of_parts(self) -> dict[int, str]:
         """Nothing: the optimizer has whole parameters."""
@@ -210,6 +244,8 @@ class Sharded:
 
     returns_parameters = True
     needs_finite = False
+    accumulates = True
+    takes_more = False
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -220,6 +256,9 @@ class Sharded:
         self._names: dict[int, str] = {}
         self._pieces: dict[str, _Piece] = {}
         self._adopted = False
+        self._updated: set[int] = set()  # `id` of the parts that the optimizer has
+        self._kept: dict[int, torch.Tensor] = {}  # averages of earlier passes, by `id` of the part
+        self._used: dict[int, list[float]] = {}  # of each parameter of a bucket, by its number
 
     def arrange(self, buckets: Sequence[GradientBucket]) -> None:
         """Move the parameters of each bucket into one flat tensor, of which each rank has a part.
@@ -278,14 +317,43 @@ class Sharded:
         own = self._own_gradients[bucket.number]
         return reduce_scatter(own, gradients, group=group, async_op=True)
 
+    def begin_pass(self) -> None:
+        """Keep the averages of passes since the last `zero_grad`: their memory is used again."""
+        self._kept = {
+            id(part): part.grad.clone()
+            for slices in self._slices.values()
+            for part, _ in slices
+            if part.grad is not None and id(part) in self._updated
+        }
+
+    def agree_on_used(self, buckets: Sequence[GradientBucket]) -> None:
+        """Tell all ranks: what was reduced with the gradients, one rank has."""
+        flags = torch.tensor(
+            [float(present) for bucket in buckets for present in bucket.present],
+            device=buckets[0].gradients.device,
+        )
+        self._reduce_flags(flags)
+        used = iter(flags.tolist())
+        self._used = {bucket.number: [next(used) for _ in bucket.parameters] for bucket in buckets}
+
+    def _reduce_flags(self, flags: torch.Tensor) -> None:
+        dist.all_reduce(flags, group=self._ranks.group)
+
     def reduced(self, bucket: GradientBucket) -> None:
-        """Give each slice of a parameter its average. What no rank used has zeros."""
+        """Give each slice of a parameter its average; None to one that no rank used."""
         own = self._own_gradients[bucket.number]
         if bucket.number in self._received:
             torch.sum(self._received[bucket.number].view(self._ranks.size, -1), 0, out=own)
         own.div_(self._ranks.size)
-        for part, gradient in self._slices[bucket.number]:
-            part.grad = gradient
+        self._give_slices(bucket)
+
+    def _give_slices(self, bucket: GradientBucket) -> None:
+        slices = self._slices[bucket.number]
+        for (part, gradient), count in zip(slices, self._used[bucket.number], strict=True):
+            kept = self._kept.pop(id(part), None)
+            if kept is not None:
+                gradient.add_(kept)
+            part.grad = gradient if count or kept is not None else None
         give(bucket, [0.0] * len(bucket.parameters))
 
     def updated(self, bucket: GradientBucket) -> Any:
@@ -298,13 +366,20 @@ class Sharded:
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer update this rank's slices, with the settings of their parameters.
 
+        State that it has already is divided as the parameters are.
+
         Raises:
-            UsageError: the optimizer has state already, which belongs to whole parameters.
+            UsageError: it may look at whole tensors.
         """
-        check_stateless(optimizer)
+        check_elementwise(optimizer, "prepare(engine='sharded')")
         for group in optimizer.param_groups:
-            names = [self._names[id(p)] for p in group["params"] if id(p) in self._names]
-            group["params"] = [self._pieces[name].parameter for name in names]
+            for place, parameter in enumerate(group["params"]):
+                if id(parameter) in self._names:
+                    piece = self._pieces[self._names[id(parameter)]]
+                    group["params"][place] = piece.parameter
+                    self._updated.add(id(piece.parameter))
+                    for key, value in optimizer.state.pop(parameter, {}).items():
+                        optimizer.state[piece.parameter][key] = piece.of(key, value)
         if isinstance(optimizer, LayerwiseOptimizer):
             optimizer.layer_norms = ShardedNorms(self._ranks.group)
         self._adopted = True
@@ -373,6 +448,39 @@ class _Piece:
         if not isinstance(value, torch.Tensor) or value.shape != self.shape or key == "step":
             return value
         return value.reshape(-1)[self.begin : self.end]
+
+
+# Each element of a parameter is updated by its own gradient and state, and by nothing else.
+_ELEMENTWISE = (
+    *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax),
+    *(torch.optim.AdamW, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
+)
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer, where: str) -> None:
+    """Raise an error unless an optimizer updates a part of a tensor as it would in the whole.
+
+    Paceline's LARS and LAMB take their norms of all parts. An optimizer that is not of torch says
+    so with an attribute ``is_elementwise = True``.
+
+    Raises:
+        UsageError: it may look at whole tensors, or it is not known.
+    """
+    kind = type(optimizer)
+    if isinstance(optimizer, LayerwiseOptimizer) or getattr(optimizer, "is_elementwise", False):
+        return
+    step = inspect.unwrap(kind.step)
+    if any(step is inspect.unwrap(known.step) for known in _ELEMENTWISE):
+        return
+    raise UsageError(
+        f"{kind.__name__} may look at whole tensors, of which each rank updates a part",
+        where=where,
+        why="of torch's optimizers those that update each element by itself do not",
+        fix="Use engine='allreduce' without division of layers, or one such as SGD, Adam, LARS or "
+        "LAMB. One of your own that updates each element by itself says so with an attribute "
+        "is_elementwise = True",
+    )
 
 
 def check_stateless(optimizer: torch.optim.Optimizer) -> None:

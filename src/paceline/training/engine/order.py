@@ -85,6 +85,10 @@ class CommunicationOrder:
         self._expected[number] = _PATIENCE
         return number
 
+    def expect(self, number: int) -> None:
+        """Compare a model between the ranks again in its next pass: its buckets are new."""
+        self._expected[number] = _PATIENCE
+
     def begin(self, number: int) -> None:
         """Note that the backward pass has brought a model's first gradient."""
         if not self._begun:

@@ -170,7 +170,7 @@ def find_ranks(model: nn.Module | None = None, group: Any = None) -> Ranks:
 
 def _form_heap(model: nn.Module, group: Any, rank: int, size: int) -> TensorHeap | None:
     """Return shared memory with room for the buckets, where all ranks are on one host."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = list(model.parameters())  # also those that may be unfrozen later
     if size == 1 or any(parameter.device.type != "cpu" for parameter in parameters):
         return None
     store = new_store(group, "training")

@@ -62,16 +62,17 @@ class SharedMemorySharded(Sharded):
         self._heap.average_part(bucket.gradients)
 
     def reduced(self, bucket: GradientBucket) -> None:
-        """Give each slice of a parameter its average. What no rank used has zeros."""
-        for part, gradient in self._slices[bucket.number]:
-            part.grad = gradient
-        give(bucket, [0.0] * len(bucket.parameters))
+        """Give each slice of a parameter its average; None to one that no rank used."""
+        self._give_slices(bucket)
+
+    def _reduce_flags(self, flags: torch.Tensor) -> None:
+        self._heap.average(flags)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer update this rank's slices, between two barriers.
 
         Raises:
-            UsageError: the optimizer has state already, which belongs to whole parameters.
+            UsageError: it may look at whole tensors.
         """
         super().adopt(optimizer)
         optimizer.register_step_pre_hook(self._wait)

@@ -280,6 +280,12 @@ def _check_given(given: GivenModel) -> None:
             fix="Give loss_fn, for example torch.nn.functional.cross_entropy",
         )
     check_stateless(given.optimizer)
+    if isinstance(given.optimizer, torch.optim.LBFGS):
+        raise UsageError(
+            "LBFGS looks at all parameters together, and each rank has those of its layers",
+            where="prepare(partitions=...)",
+            fix="Use another optimizer, or leave the model undivided with engine='allreduce'",
+        )
 
 
 def _synchronise(

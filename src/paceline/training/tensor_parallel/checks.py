@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import UsageError
-from paceline.training.engine.modes import check_stateless
+from paceline.training.engine.modes import check_elementwise, check_stateless
 from paceline.training.engine.ranks import computed_by_all
 from paceline.training.tensor_parallel.choice import divisible, neighbours, not_divisible
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from paceline.training.engine.ranks import Ranks
     from paceline.training.options import TrainingOptions
     from paceline.training.tensor_parallel.choice import DividedLayer
-
-_WHOLE_MATRIX = ("LBFGS", "Adafactor", "Muon")  # whose updates are not elementwise
 
 
 def check_tensor_parallel(options: TrainingOptions, ranks: Ranks) -> None:
@@ -101,10 +99,5 @@ def _kinds(
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise an error for an optimizer that cannot update parts."""
+    check_elementwise(optimizer, "prepare(tensor_parallel=...)")
     check_stateless(optimizer)
-    if type(optimizer).__name__ in _WHOLE_MATRIX:
-        raise UsageError(
-            f"{type(optimizer).__name__} updates whole matrices, of which each rank has a part",
-            where="prepare(tensor_parallel=...)",
-            fix="Use SGD, Adam, LARS, LAMB, or another one that updates each element for itself",
-        )

@@ -1,0 +1,126 @@
+"""Torch's DistributedDataParallel as `prepare` returns it: right, or refused by name.
+
+Torch's own takes parameters for trained that were when it was made, and reduces what the last
+backward pass brought: what an earlier pass under `no_sync` left in another parameter stays with
+each rank, and the ranks' parameters differ from then on.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class TorchDataParallel(DistributedDataParallel):  # type: ignore[misc]  # torch has no types here
+    """A DistributedDataParallel whose state dict is that of the model, without a prefix.
+
+    A second backward pass of one forward pass is refused: torch would not reduce it.
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        self._frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
+        self._accumulates = False  # whether a pass since the last step was under no_sync
+        self._unreduced: dict[str, nn.Parameter] = {}
+        self._brought: set[str] = set()  # by backward passes since the last forward pass
+        super().__init__(module, **options)
+        self._names = [name for name, _ in module.named_parameters()]
+        self._flag_device = next(module.parameters()).device
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._note(name))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Pass a batch through the model.
+
+        Raises:
+            UsageError: a parameter that was frozen in `prepare` is not.
+        """
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise UsageError(
+                    f"{name} is trained now, and was frozen before",
+                    where="the model's forward pass",
+                    why="DistributedDataParallel reduces the parameters that prepare found trained",
+                    fix="Unfreeze it before prepare, or use engine='allreduce'",
+                )
+        self._brought.clear()
+        return super().forward(*args, **kwargs)
+
+    def no_sync(self) -> Any:
+        """Accumulate gradients in the rank until the first backward pass after this context."""
+        self._accumulates = True
+        return super().no_sync()
+
+    def _note(self, name: str) -> Any:
+        def note(parameter: nn.Parameter) -> None:
+            if not self.require_backward_grad_sync:
+                self._unreduced[name] = parameter
+                return
+            if name in self._brought:
+                raise UsageError(
+                    f"a second backward pass brings a gradient of {name}",
+                    where="backward pass",
+                    why="DistributedDataParallel reduces one for each forward pass",
+                    fix="Add the losses up, or use engine='allreduce'",
+                )
+            self._brought.add(name)
+            self._unreduced.pop(name, None)
+
+        return note
+
+    def check_before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have each step of an optimizer refuse gradients that the ranks do not have in common.
+
+        After passes under `no_sync` the ranks agree on it, in one small collective.
+        """
+
+        def check(*_: Any) -> None:
+            if not self._accumulates:
+                return
+            left = {name for name, p in self._unreduced.items() if p.grad is not None}
+            self._unreduced.clear()
+            self._accumulates = False
+            numbers = [number for number, name in enumerate(self._names) if name in left]
+            first = torch.tensor(min(numbers, default=len(self._names)), device=self._flag_device)
+            dist.all_reduce(first, dist.ReduceOp.MIN, group=self.process_group)
+            if int(first) < len(self._names):
+                raise UsageError(
+                    f"the gradient of {self._names[int(first)]} is that of a rank alone",
+                    where="optimizer.step",
+                    why="a backward pass under no_sync brought it, and DistributedDataParallel "
+                    "reduces those of the last one only",
+                    fix="Use the parameter in the last backward pass before a step, too (a loss of "
+                    "0 * output.sum() will do), or engine='allreduce'",
+                )
+
+        optimizer.register_step_pre_hook(check)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's state."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load the model's state; every rank loads the same."""
+        return self.module.load_state_dict(state, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Return a copy of the model alone, as for an average of it."""
+        return copy.deepcopy(self.module, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the model alone."""
+        return itself, (copy.deepcopy(self.module),)
+
+
+def itself(model: nn.Module) -> nn.Module:
+    """Return the model: what a pickled engine becomes."""
+    return model
