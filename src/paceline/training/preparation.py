@@ -542,6 +542,7 @@ def _wrap(
         process_group=ranks.group,
         gradient_as_bucket_view=True,
         find_unused_parameters=compressor is None,
+        accumulates=compressor is None or compressor.accumulates,
         **megabytes,
     )
     wrapped.check_before(optimizer)

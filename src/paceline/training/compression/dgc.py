@@ -118,6 +118,8 @@ class DeepGradientCompression:
             each rank is a host. ``find``: ranks that share memory are of one host.
     """
 
+    accumulates = False  # momentum would be applied once for each pass
+
     def __init__(
         self,
         options: DGCOptions | None = None,

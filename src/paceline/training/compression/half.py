@@ -61,6 +61,8 @@ class HalfCompression:
         UsageError: another dtype.
     """
 
+    accumulates = True
+
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         if dtype not in _TYPES:
             raise UsageError(

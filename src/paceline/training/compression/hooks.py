@@ -31,7 +31,13 @@ _LOG = logging.getLogger(__name__)
 
 
 class Compressor(Protocol):
-    """Averages gradients over ranks; one thread at a time."""
+    """Averages gradients over ranks; one thread at a time.
+
+    Attributes:
+        accumulates: whether it may average the gradients of several passes before a step.
+    """
+
+    accumulates: bool
 
     def reduce_buffer(
         self,

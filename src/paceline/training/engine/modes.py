@@ -143,11 +143,11 @@ class CompressedAllReduce(AllReduce):
     """The same, with a compressor's average in place of the exact one."""
 
     needs_finite = True
-    accumulates = False  # momentum would be applied once for each pass
     takes_more = False
 
     def __init__(self, ranks: Ranks, compressor: Compressor, scale: Scale) -> None:
         super().__init__(ranks)
+        self.accumulates = compressor.accumulates
         self._compressor = compressor
         self._scale = scale
 
@@ -218,9 +218,9 @@ class Root:
         """Leave the optimizer as it is: parameters without gradients are not updated.
 
         Raises:
-            UsageError: it may run the model several times in a step, which the root would do alone.
+            UsageError: it is LBFGS.
         """
-        check_elementwise(optimizer, "prepare(engine='root')")
+        refuse_lbfgs(optimizer, "prepare(engine='root')")
 
     def names_of_parts(self) -> dict[int, str]:
         """Nothing: the optimizer has whole parameters."""
@@ -481,6 +481,20 @@ def check_elementwise(optimizer: torch.optim.Optimizer, where: str) -> None:
         "LAMB. One of your own that updates each element by itself says so with an attribute "
         "is_elementwise = True",
     )
+
+
+def refuse_lbfgs(optimizer: torch.optim.Optimizer, where: str) -> None:
+    """Raise an error for LBFGS, which looks at all parameters, and runs the model in its step.
+
+    Raises:
+        UsageError: it is LBFGS.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(
+            "LBFGS looks at the gradients of all parameters, of which each rank has some or none",
+            where=where,
+            fix="Use another optimizer, or leave the model undivided with engine='allreduce'",
+        )
 
 
 def check_stateless(optimizer: torch.optim.Optimizer) -> None:

@@ -24,13 +24,20 @@ class TorchDataParallel(DistributedDataParallel):  # type: ignore[misc]  # torch
     """A DistributedDataParallel whose state dict is that of the model, without a prefix.
 
     A second backward pass of one forward pass is refused: torch would not reduce it.
+
+    Args:
+        module: the model.
+        accumulates: whether several passes before a step may be reduced.
+        options: of DistributedDataParallel.
     """
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
+    def __init__(self, module: nn.Module, *, accumulates: bool = True, **options: Any) -> None:
+        self.accumulates = accumulates
         self._frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
         self._accumulates = False  # whether a pass since the last step was under no_sync
         self._unreduced: dict[str, nn.Parameter] = {}
         self._brought: set[str] = set()  # by backward passes since the last forward pass
+        self._is_reduced = False  # whether a pass since the last step was
         super().__init__(module, **options)
         self._names = [name for name, _ in module.named_parameters()]
         self._flag_device = next(module.parameters()).device
@@ -65,6 +72,8 @@ class TorchDataParallel(DistributedDataParallel):  # type: ignore[misc]  # torch
             if not self.require_backward_grad_sync:
                 self._unreduced[name] = parameter
                 return
+            if not self._brought and self._is_reduced and not self.accumulates:
+                self._check_forgotten(parameter)
             if name in self._brought:
                 raise UsageError(
                     f"a second backward pass brings a gradient of {name}",
@@ -73,9 +82,25 @@ class TorchDataParallel(DistributedDataParallel):  # type: ignore[misc]  # torch
                     fix="Add the losses up, or use engine='allreduce'",
                 )
             self._brought.add(name)
+            self._is_reduced = True
             self._unreduced.pop(name, None)
 
         return note
+
+    def _check_forgotten(self, first: nn.Parameter) -> None:
+        """Raise an error if averages of an earlier pass are there when a new one begins.
+
+        Raises:
+            UsageError: they are, and the compressor would take them again.
+        """
+        if any(p.grad is not None for p in self.module.parameters() if p is not first):
+            raise UsageError(
+                "compressed gradients are reduced once for each step",
+                where="backward pass",
+                why="an earlier backward pass was reduced already, and no step came since",
+                fix="Put all but the last backward pass of a step into model.no_sync(), or train "
+                "without compression",
+            )
 
     def check_before(self, optimizer: torch.optim.Optimizer) -> None:
         """Have each step of an optimizer refuse gradients that the ranks do not have in common.
@@ -84,6 +109,7 @@ class TorchDataParallel(DistributedDataParallel):  # type: ignore[misc]  # torch
         """
 
         def check(*_: Any) -> None:
+            self._is_reduced = False
             if not self._accumulates:
                 return
             left = {name for name, p in self._unreduced.items() if p.grad is not None}

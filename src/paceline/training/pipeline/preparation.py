@@ -29,7 +29,7 @@ from paceline.training.batch_norm import (
 )
 from paceline.training.engine.data_parallel import check_equal
 from paceline.training.engine.exchange import RowExchange
-from paceline.training.engine.modes import broadcast_values, check_stateless
+from paceline.training.engine.modes import broadcast_values, check_stateless, refuse_lbfgs
 from paceline.training.engine.ranks import computed_by_all, find_ranks, first_difference
 from paceline.training.pipeline.batch_inputs import inputs_without_samples
 from paceline.training.pipeline.choice import (
@@ -280,12 +280,7 @@ def _check_given(given: GivenModel) -> None:
             fix="Give loss_fn, for example torch.nn.functional.cross_entropy",
         )
     check_stateless(given.optimizer)
-    if isinstance(given.optimizer, torch.optim.LBFGS):
-        raise UsageError(
-            "LBFGS looks at all parameters together, and each rank has those of its layers",
-            where="prepare(partitions=...)",
-            fix="Use another optimizer, or leave the model undivided with engine='allreduce'",
-        )
+    refuse_lbfgs(given.optimizer, "prepare(partitions=...)")
 
 
 def _synchronise(
