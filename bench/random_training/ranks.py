@@ -53,6 +53,7 @@ OPTIMIZERS = {
     "lbfgs": lambda p: torch.optim.LBFGS(p, 0.1, max_iter=3),
     "adafactor": lambda p: torch.optim.Adafactor(p, 0.01),
 }
+FOR_COMPLEX = ("sgd", "momentum", "adam", "adamw", "rmsprop", "adagrad")
 # How gradients are forgotten before a step's passes; "never" adds those of all steps up.
 FORGET = ("optimizer", "model", "module", "to zero", "never")
 
@@ -92,6 +93,8 @@ class Case:
     overlap: bool | None
     apart: bool
     clip: float | None
+    table: str  # "", or how an embedding's gradients come: dense, sparse
+    turned: bool  # whether a parameter is complex
     steps: tuple[tuple[Pass, ...], ...]
 
 
@@ -122,6 +125,8 @@ def draw(seed, ranks):
     counts = [int(rng.choice([1, 1, 2, 3])) for _ in range(STEPS)]
     frozen = chance(0.3)
     forget = FORGET[int(rng.choice(len(FORGET), p=[0.5, 0.15, 0.1, 0.15, 0.1]))]
+    more = np.random.default_rng([seed, ranks, 1])
+    table = str(more.choice(["", "", "dense", "sparse" if own else "dense"]))
     return Case(
         seed=seed,
         engine=engine,
@@ -140,6 +145,8 @@ def draw(seed, ranks):
         overlap=None if not own else [None, True, False][int(rng.integers(3))],
         apart=own and chance(0.4),
         clip=0.5 if chance(0.2) else None,
+        table=table,
+        turned=bool(more.random() < 0.15) and optimizer in FOR_COMPLEX,
         steps=tuple(
             tuple(one_pass(number == count - 1) for number in range(count)) for count in counts
         ),
@@ -149,7 +156,7 @@ def draw(seed, ranks):
 class Model(nn.Module):
     """A trunk, and branches that a pass may leave out."""
 
-    def __init__(self, case):
+    def __init__(self, case, *, sparse=False):
         super().__init__()
         torch.manual_seed(case.seed)
         self.first = nn.Linear(WIDTH, WIDTH)
@@ -159,11 +166,21 @@ class Model(nn.Module):
         self.last = nn.Linear(WIDTH, WIDTH)
         if case.tied:
             self.last.weight = self.first.weight
+        if case.table:
+            self.table = nn.Embedding(9, WIDTH, sparse=sparse and case.table == "sparse")
+        self.to(case.dtype)
+        if case.turned:  # which `to` would make real
+            parts = torch.randn(WIDTH, WIDTH, 2, dtype=case.dtype) / 4
+            self.turned = nn.Parameter(torch.view_as_complex(parts))
         self.frozen.requires_grad_(not case.frozen)
 
     def forward(self, given, branches):
         hidden = self.norm(self.first(given)).tanh()
         hidden = hidden + self.frozen(hidden)
+        if hasattr(self, "table"):
+            hidden = hidden + self.table((given[:, 0] * 10).long() % 9)
+        if hasattr(self, "turned"):
+            hidden = hidden + (hidden.to(self.turned.dtype) @ self.turned).real.tanh()
         for branch in branches:
             hidden = hidden + self.branches[branch](hidden).tanh()
         return self.last(hidden)
@@ -243,7 +260,7 @@ def forgetting(case, model, optimizer, module):
 
 def reference(case, ranks):
     """Return the state after training in one process."""
-    model = Model(case).to(case.dtype)
+    model = Model(case)
     optimizer = optimizer_of(case, model)
 
     def run_pass(step, number):
@@ -263,7 +280,7 @@ def reference(case, ranks):
 
 def prepared(case, rank, ranks):
     """Return the state after training on all ranks, and that of a copy of the model."""
-    module = Model(case).to(case.dtype)
+    module = Model(case, sparse=True)
     if rank:
         nn.init.zeros_(module.first.weight)  # the engine starts from rank 0's
     optimizer = optimizer_of(case, module)

@@ -141,11 +141,6 @@ def test_a_model_with_all_that_models_have_is_compressed(tmp_path, ranks):
         assert 0 < rank["awkward"]["few"]["error"] < 1
 
 
-def test_sparse_gradients_are_refused_by_name(tmp_path):
-    for rank in run_ranks(SCRIPT, tmp_path, 2, "gloo", "allreduce", "sparse"):
-        assert rank["sparse"]["what"] == "the gradient of 0.weight is sparse"
-
-
 def test_dgc_alone_warms_up():
     schedule = TrainingOptions(compression="dgc").dgc().density
     assert schedule.warmup_steps == 1000

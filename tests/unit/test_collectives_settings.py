@@ -11,7 +11,7 @@ from support.machines import collective, small_machine
 from paceline.collectives import HostGroup, backend, horovod, settings
 from paceline.collectives.choice import Crossover, PathChoice
 from paceline.collectives.horovod import ranks
-from paceline.collectives.hosts import SegmentAddress, apart
+from paceline.collectives.hosts import SegmentAddress, apart, release_first_rank
 from paceline.collectives.options import FLAT_BELOW_BYTES, CollectivesConfig
 from paceline.collectives.path import make_path
 from paceline.collectives.registration import NAME, REPLACES_GLOO, register, replacement
@@ -19,7 +19,7 @@ from paceline.collectives.settings import GroupSettings, choose
 from paceline.collectives.sharded import ShardedPath
 from paceline.collectives.two_level import HostPlace
 from paceline.core.config import resolve
-from paceline.core.errors import ConfigError, NotFound, UsageError
+from paceline.core.errors import ConfigError, DeadlineExceeded, NotFound, UsageError
 from paceline.core.machine_file import machine_path
 
 
@@ -46,6 +46,15 @@ def test_torch_knows_the_backend_without_an_import_of_paceline():
 )
 def test_gloo_is_replaced_and_nothing_else(asked, made):
     assert replacement(asked) == made
+
+
+def test_rank_0_whose_process_may_have_the_store_goes_on_when_the_others_have_read_it():
+    store = dist.HashStore()
+    release_first_rank(store, "formed", 1, 3, 0.01)
+    with pytest.raises(DeadlineExceeded, match="waited for rank 2"):
+        release_first_rank(store, "formed", 0, 3, 0.01)
+    release_first_rank(store, "formed", 2, 3, 0.01)
+    release_first_rank(store, "formed", 0, 3, 0.01)
 
 
 def test_a_group_bound_to_an_accelerator_keeps_the_backend_that_torch_chooses():

@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from paceline import native
-from paceline.collectives.hosts import SegmentAddress, exchange
+from paceline.collectives.hosts import SegmentAddress, exchange, release_first_rank
 from paceline.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ class HostGroup(native.HostGroup):
         segments, problem = _open_all(segment, rank, addresses)
         problems = exchange(store, f"{topic}/mapped", rank, ranks, problem.encode(), timeout_s)
         segment.close_descriptor()
+        release_first_rank(store, f"{topic}/read", rank, ranks, timeout_s)
         _raise_first(problems)
         return cls(rank, segments)
 

@@ -106,6 +106,31 @@ def exchange(
     return [store.get(key) for key in keys.values()]
 
 
+def release_first_rank(
+    store: KeyValueStore, topic: str, rank: int, ranks: int, timeout_s: float
+) -> None:
+    """Let rank 0 go on when all others have come this far; they go on at once.
+
+    The store may live in the process of rank 0, which may end behind its first collective.
+
+    Args:
+        store: that all ranks share.
+        topic: a name that was not used in this store before.
+        rank: of this process.
+        ranks: of the group.
+        timeout_s: the longest wait for other ranks.
+
+    Raises:
+        DeadlineExceeded: a rank did not come; the error names it.
+    """
+    if rank > 0:
+        store.set(f"{topic}/{rank}", b"")
+        return
+    keys = {peer: f"{topic}/{peer}" for peer in range(1, ranks)}
+    if keys:
+        _wait_for_ranks(store, keys, rank, "ranks did not read the addresses", timeout_s)
+
+
 def from_first_rank(
     store: KeyValueStore, topic: str, rank: int, decide: Callable[[], str], timeout_s: float
 ) -> str:

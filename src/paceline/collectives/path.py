@@ -19,7 +19,7 @@ from torch._C import _distributed_c10d as c10d
 
 from paceline.collectives.host_group import HostGroup
 from paceline.collectives.host_path import HostPath
-from paceline.collectives.hosts import exchange, find_hosts
+from paceline.collectives.hosts import exchange, find_hosts, release_first_rank
 from paceline.collectives.leader import LeaderPath
 from paceline.collectives.settings import common_settings
 from paceline.collectives.sharded import ShardedPath
@@ -99,6 +99,7 @@ def two_levels(
     cross = None
     if is_even or place.local_rank == 0:
         cross = _exchange(store, place, members, timeout_s, settings.config)
+    release_first_rank(store, "formed", rank, len(members), timeout_s)
     path = (ShardedPath if is_even else LeaderPath)(place, group, members, cross, settings)
     if settings.config.between_hosts == "mpi":
         path.messages = _mpi("messages").MpiMessages(members)

@@ -14,6 +14,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local()
 
 
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a complex tensor as real and imaginary parts, not a copy; others as they are."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def like(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return local values as a part of a whole that is laid out as `parameter` is."""
     if not isinstance(parameter, DTensor):

@@ -234,17 +234,6 @@ def case_awkward(rank, ranks, engine):
     return {"all": found[1.0], "few": found[0.1]}
 
 
-def case_sparse(rank, ranks, engine):
-    """An embedding with sparse gradients is refused by name."""
-    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
-    wrapped, _ = prepare(model, torch.optim.SGD(model.parameters(), 0.1), engine=engine)
-    try:
-        wrapped(torch.tensor([1, 2])).sum().backward()
-    except PacelineError as problem:
-        return {"what": problem.what}
-    return {"what": ""}
-
-
 def case_uneven(rank, ranks, engine):
     """Ranks with other numbers of samples and batches: every sample of a step counts alike."""
     sizes = [[8, 8, 8, 3], [8, 5], [2, 8, 1]]

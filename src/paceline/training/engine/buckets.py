@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from paceline.core.errors import UsageError
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -76,20 +74,13 @@ class GradientBucket:
         Args:
             index: of the parameter in the bucket.
 
-        Raises:
-            UsageError: the gradient is sparse.
+        One that is sparse has all elements from then on: ranks have others of them.
         """
         parameter, view = self.parameters[index], self.views[index]
         gradient = parameter.grad
         assert gradient is not None
         if gradient.layout is not torch.strided:
-            raise UsageError(
-                f"the gradient of {self.names[index]} is sparse",
-                where="backward pass",
-                why="gradients are reduced in flat buckets, which have all elements",
-                fix="Make the embedding with sparse=False, or prepare with engine='ddp' and "
-                "no compression",
-            )
+            gradient = gradient.to_dense()
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
             parameter.grad = view

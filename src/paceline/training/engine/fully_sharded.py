@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from paceline.core.errors import UsageError
 from paceline.training.engine.modes import (
     broadcast_values,
     check_elementwise,
@@ -31,21 +32,44 @@ def shard_fully(model: nn.Module, optimizer: torch.optim.Optimizer, group: Any) 
 
     Raises:
         UsageError: the optimizer has state already, which belongs to whole parameters, or may look
-            at whole tensors.
+            at whole tensors; or parameters that are gathered together have several types.
     """
     check_elementwise(optimizer, "prepare(engine='fsdp2')")
     check_stateless(optimizer)
+    layers = _layers_of(model)
+    _check_types([*layers, model])
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     broadcast_values(model, group)
     kind = next(model.parameters()).device.type
     mesh = DeviceMesh.from_group(group or dist.group.WORLD, kind)
-    for layer in _layers_of(model):
+    for layer in layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     successors = dict(model.named_parameters())
     for parameters in optimizer.param_groups:
         parameters["params"] = [successors[names[id(old)]] for old in parameters["params"]]
     return model
+
+
+def _check_types(groups: list[nn.Module]) -> None:
+    """Raise an error if parameters that torch would gather together have several types.
+
+    Args:
+        groups: inner ones first; each gathers what those before it do not.
+    """
+    taken: set[int] = set()
+    for group in groups:
+        own = [(name, p) for name, p in group.named_parameters() if id(p) not in taken]
+        taken |= {id(parameter) for _, parameter in own}
+        other = next((entry for entry in own if entry[1].dtype != own[0][1].dtype), None)
+        if other is not None:
+            raise UsageError(
+                "fully_shard gathers parameters of one type together, and these have two",
+                where="prepare(engine='fsdp2')",
+                why=f"{own[0][0]} is {own[0][1].dtype}, {other[0]} is {other[1].dtype}",
+                fix="Give them one type, put them into layers of their own in an nn.ModuleList, or "
+                "use engine='allreduce'",
+            )
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:

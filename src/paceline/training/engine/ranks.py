@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -15,13 +16,12 @@ from paceline.training.engine.buckets import bytes_of_buckets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from datetime import timedelta
 
     from torch import nn
 
 Value = TypeVar("Value")
 _HEAP_SLACK = 1 << 20
-_FORM_S = 300.0  # the longest wait for a rank that does not call `find_ranks`
+_TIMEOUT_S = 300.0  # the longest wait for a rank, of groups that do not say it
 _stores: Counter[tuple[str, str]] = Counter()  # that `new_store` made, by group and purpose
 
 
@@ -177,4 +177,13 @@ def _form_heap(model: nn.Module, group: Any, rank: int, size: int) -> TensorHeap
     # Gradients and parameters, twice: new buckets are made beside the old ones. Room that nothing
     # is written to takes no memory.
     needed = 4 * bytes_of_buckets(parameters, size) + _HEAP_SLACK
-    return TensorHeap.form(store, rank, size, needed, _FORM_S, group)
+    return TensorHeap.form(store, rank, size, needed, timeout_of(group).total_seconds(), group)
+
+
+def timeout_of(group: Any) -> timedelta:
+    """Return the longest wait of a process group's CPU collectives, as it was made with."""
+    try:
+        timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout  # noqa: SLF001  # torch 2.10 to 2.13
+    except (AttributeError, RuntimeError):  # a backend without it, or none for CPUs
+        return timedelta(seconds=_TIMEOUT_S)
+    return timeout

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from paceline.core.errors import UsageError
-from paceline.training.local_tensors import local
+from paceline.training.local_tensors import as_real, local
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -182,6 +182,7 @@ def squared_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
+    tensors = [as_real(tensor) for tensor in tensors]
     norms: list[torch.Tensor | None] = [None] * len(tensors)
     for dtype in {tensor.dtype for tensor in tensors}:
         members = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]

@@ -26,7 +26,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from paceline.core.errors import UsageError
-from paceline.training.local_tensors import local
+from paceline.training.local_tensors import as_real, local
 from paceline.training.precision.agreement import agree
 
 if TYPE_CHECKING:
@@ -262,4 +262,4 @@ def _values_of(parameter: torch.Tensor) -> torch.Tensor:
             why="the model's weights are fp16",
             fix="Keep fp32 weights and use torch.autocast, or give the optimizer MasterWeights",
         )
-    return gradient
+    return as_real(gradient)
