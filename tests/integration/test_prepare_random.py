@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "bench" / "random_training" / "ranks.py"
 
 
 def check(folder, ranks, backend, first, count):
-    found = run_ranks(SCRIPT, folder, ranks, backend, first, count)
+    found = run_ranks(SCRIPT, folder, ranks, backend, first, count, deadline_s=60 + 4 * count)
     assert all(len(outcomes) == count for outcomes in found), found
     for seed in found[0]:
         said = [outcomes[seed] for outcomes in found]
