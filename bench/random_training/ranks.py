@@ -327,7 +327,7 @@ def outcome(case, rank, ranks):
         found = prepared(case, rank, ranks)
     except PacelineError as error:
         return f"refused: {first_line(error)}"
-    except Exception as error:  # whatever a user would see
+    except Exception as error:  # any class: a user would see it, too, and it counts as wrong
         traceback.print_exc()
         return f"raised: {type(error).__name__}: {first_line(error)}"
     if found.keys() != expected.keys():
@@ -349,7 +349,7 @@ def main(store, rank, ranks, backend, first, count):
     )
     outcomes = {}
     for seed in range(first, first + int(count)):
-        faulthandler.dump_traceback_later(60, exit=True)  # whoever hangs says where
+        faulthandler.dump_traceback_later(60, exit=True)  # a rank that hangs prints its stack
         outcomes[seed] = outcome(draw(seed, ranks), rank, ranks)
         if outcomes[seed].startswith("raised"):
             break  # the ranks may have left each other's way

@@ -10,6 +10,7 @@ from support.process_groups import run_ranks
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from paceline.core.errors import UsageError
 from paceline.training import prepare
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "random_training" / "ranks.py"
@@ -72,3 +73,14 @@ def test_a_copy_of_a_prepared_model_computes_with_its_own_parameters(prepared):
         assert other.state_dict().keys() == model.state_dict().keys()
         other(given).sum().backward()  # and trains alone
         assert all(parameter.grad is not None for parameter in other.parameters()), name
+
+
+def test_gradients_of_a_closure_are_not_clipped_and_no_closure_is_none():
+    model = nn.Linear(2, 1)
+    model, optimizer = prepare(model, torch.optim.SGD(model.parameters(), 0.1), clip_norm=1.0)
+    model(torch.ones(3, 2)).sum().backward()
+    optimizer.step(None)  # as wrappers of optimizers call it
+    optimizer.step(closure=None)
+    for arguments, keywords in (([lambda: 0.0], {}), ([], {"closure": lambda: 0.0})):
+        with pytest.raises(UsageError, match="neither clipped nor unscaled"):
+            optimizer.step(*arguments, **keywords)

@@ -82,7 +82,8 @@ class BeforeStep:
         self._loss = loss.detach()
 
     def _run(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        has_closure = len(args) > 1 or kwargs.get("closure") is not None
+        # The first of `args` is the optimizer; wrappers of it pass None for no closure.
+        has_closure = any(argument is not None for argument in (*args[1:], kwargs.get("closure")))
         if has_closure and (self._clip_norm is not None or self._scaler.enabled):
             raise UsageError(
                 "gradients of a closure can be neither clipped nor unscaled",

@@ -14,7 +14,6 @@ them: `backward` on the CPU is the caller's.
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from torch import nn
 
 from paceline.core.errors import UsageError
 from paceline.training.engine.buckets import GradientBucket, divide, make_buckets
+from paceline.training.engine.model_wrapper import ModelWrapper
 from paceline.training.engine.modes import (
     AllReduce,
     Root,
@@ -34,7 +34,6 @@ from paceline.training.engine.modes import (
 from paceline.training.engine.order import order_of
 from paceline.training.engine.ranks import first_difference
 from paceline.training.engine.shared_memory import SharedMemoryRoot, SharedMemorySharded
-from paceline.training.engine.torch_data_parallel import itself
 from paceline.training.precision.agreement import agree
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ _MODES: dict[str, Any] = {"allreduce": AllReduce, "sharded": Sharded, "root": Ro
 _SHARED_MEMORY_MODES = _MODES | {"sharded": SharedMemorySharded, "root": SharedMemoryRoot}
 
 
-class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
+class DataParallel(ModelWrapper, nn.Module):  # type: ignore[misc]  # torch has no types here
     """Trains a model on several ranks; each rank passes other samples through it.
 
     The state dict is that of the model, without a prefix.
@@ -138,28 +137,9 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
             self._train_more()
         return self.module(*args, **kwargs)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's state, with the parameters that all ranks updated."""
-        self.await_parameters()
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load the model's state; every rank loads the same."""
-        self.await_parameters()
-        return self.module.load_state_dict(state, *args, **kwargs)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, also those of the parts that the optimizer updates."""
         self.module.zero_grad(set_to_none)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy of the model alone: one that no ranks train, as for an average of it."""
-        self.await_parameters()
-        return copy.deepcopy(self.module, memo)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the model alone; each parameter with its own memory, not with its bucket's."""
-        return itself, (copy.deepcopy(self),)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -7,7 +7,6 @@ each rank, and the ranks' parameters differ from then on.
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +14,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.core.errors import UsageError
+from paceline.training.engine.model_wrapper import ModelWrapper
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-class TorchDataParallel(DistributedDataParallel):  # type: ignore[misc]  # torch has no types here
+class TorchDataParallel(ModelWrapper, DistributedDataParallel):  # type: ignore[misc]  # torch has no types here
     """A DistributedDataParallel whose state dict is that of the model, without a prefix.
 
     A second backward pass of one forward pass is refused: torch would not reduce it.
@@ -129,24 +129,3 @@ class TorchDataParallel(DistributedDataParallel):  # type: ignore[misc]  # torch
                 )
 
         optimizer.register_step_pre_hook(check)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's state."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load the model's state; every rank loads the same."""
-        return self.module.load_state_dict(state, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy of the model alone, as for an average of it."""
-        return copy.deepcopy(self.module, memo)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the model alone."""
-        return itself, (copy.deepcopy(self.module),)
-
-
-def itself(model: nn.Module) -> nn.Module:
-    """Return the model: what a pickled engine becomes."""
-    return model
