@@ -14,11 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from paceline.core.errors import UsageError
-from paceline.training.engine.modes import (
-    broadcast_values,
-    check_elementwise,
-    check_stateless,
-)
+from paceline.training.engine.modes import broadcast_values
+from paceline.training.engine.optimizer_checks import check_elementwise, check_stateless
 
 if TYPE_CHECKING:
     import torch

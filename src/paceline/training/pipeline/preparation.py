@@ -29,7 +29,8 @@ from paceline.training.batch_norm import (
 )
 from paceline.training.engine.data_parallel import check_equal
 from paceline.training.engine.exchange import RowExchange
-from paceline.training.engine.modes import broadcast_values, check_stateless, refuse_lbfgs
+from paceline.training.engine.modes import broadcast_values
+from paceline.training.engine.optimizer_checks import check_stateless, refuse_lbfgs
 from paceline.training.engine.ranks import computed_by_all, find_ranks, first_difference
 from paceline.training.pipeline.batch_inputs import inputs_without_samples
 from paceline.training.pipeline.choice import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import UsageError
-from paceline.training.engine.modes import check_elementwise, check_stateless
+from paceline.training.engine.optimizer_checks import check_elementwise, check_stateless
 from paceline.training.engine.ranks import computed_by_all
 from paceline.training.tensor_parallel.choice import divisible, neighbours, not_divisible
 
