@@ -1,6 +1,10 @@
 """Settings of the backend, the replacement of gloo, and what Horovod's shim asks of launchers."""
 
 import dataclasses
+import importlib
+import importlib.metadata
+import sys
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -8,7 +12,7 @@ import torch
 import torch.distributed as dist
 from support.machines import collective, small_machine
 
-from paceline.collectives import HostGroup, backend, horovod, settings
+from paceline.collectives import HostGroup, backend, horovod, registration, settings
 from paceline.collectives.choice import Crossover, PathChoice
 from paceline.collectives.horovod import ranks
 from paceline.collectives.hosts import SegmentAddress, apart, release_first_rank
@@ -46,6 +50,27 @@ def test_torch_knows_the_backend_without_an_import_of_paceline():
 )
 def test_gloo_is_replaced_and_nothing_else(asked, made):
     assert replacement(asked) == made
+
+
+@pytest.mark.parametrize(
+    ("asked", "made"),
+    [("paceline", "paceline"), ("cpu:paceline,cuda:nccl",) * 2, ("gloo", "gloo"), (None, "gloo")],
+)
+def test_accelerate_and_the_trainer_of_hugging_face_take_it(asked, made, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    state = importlib.import_module("accelerate.state").PartialState
+    backend, kind = state._prepare_backend(None, cpu=True, backend=asked)
+    assert (backend, kind.value) == (made, "MULTI_CPU")
+
+
+def test_torch_is_imported_where_paceline_is_half_installed(monkeypatch):
+    (entry,) = importlib.metadata.entry_points(group="torch.backends", name=NAME)
+    monkeypatch.setitem(sys.modules, registration.__name__, None)
+    with pytest.warns(RuntimeWarning, match=r"not installed correctly .*Install Paceline again"):
+        entry.load()()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        entry.load()()
 
 
 def test_rank_0_whose_process_may_have_the_store_goes_on_when_the_others_have_read_it():

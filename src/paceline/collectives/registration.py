@@ -1,20 +1,24 @@
 """Makes the backend ``paceline`` known to torch, without loading what implements it.
 
-torch calls `register` at the end of its own import: it is listed in pyproject.toml under the entry
-points ``torch.backends``. So it must be cheap and must not fail. The implementation (`backend`) is
-loaded when the first group is made.
+torch has `register` called at the end of its own import, through the entry point that
+``src/_paceline_torch.py`` is. So it must be cheap. The implementation (`backend`) is loaded when
+the first group is made.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.on_import import on_import
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import ModuleType
 
     from paceline.core.plan import CollectivesChoice
 
@@ -37,6 +41,7 @@ def register() -> None:
         return
     dist.Backend.register_backend(NAME, _make_group, extended_api=True, devices=_DEVICES)
     _allow_monitored_barrier(dist)
+    on_import("accelerate.state", _allow_in_accelerate)
     if os.environ.get(REPLACES_GLOO):
         replace_gloo()
 
@@ -69,6 +74,27 @@ def _allow_monitored_barrier(dist: Any) -> None:
 
     dist.monitored_barrier = monitored_barrier
     dist.distributed_c10d.monitored_barrier = monitored_barrier
+
+
+def _allow_in_accelerate(module: ModuleType) -> None:
+    """Have accelerate, and so Hugging Face's Trainer, take ``ddp_backend="paceline"`` on CPUs.
+
+    There it takes gloo or MPI, and refuses every other backend (accelerate 1.10 to 1.15).
+    """
+    state = getattr(module, "PartialState", None)
+    original: Callable[..., Any] | None = getattr(state, "_prepare_backend", None)
+    if original is None:  # another version, or one that is being imported
+        return
+    prepared: Callable[..., Any] = original
+
+    @functools.wraps(prepared)
+    def prepare_backend(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(prepared).bind(self, *args, **kwargs).arguments.get("backend")
+        chosen, *rest = prepared(self, *args, **kwargs)
+        ours = NAME in str(given).replace(":", ",").split(",")
+        return (given if ours and chosen == "gloo" else chosen, *rest)
+
+    state._prepare_backend = prepare_backend  # type: ignore[union-attr]  # noqa: SLF001  # where it decides
 
 
 def replace_gloo() -> None:

@@ -30,8 +30,8 @@ from paceline.core.affinity import (
 )
 from paceline.core.config import environment
 from paceline.core.foreign_cpu import cpu_use
+from paceline.core.on_import import on_import
 from paceline.launch.budget.budget import RankBudget, threads_variables
-from paceline.launch.when_loaded import when_loaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,9 +64,9 @@ def follow(budget: RankBudget, server: str) -> None:
     if rank.compute:
         os.sched_setaffinity(0, rank.compute)
     rank.begin = cpu_use()
-    when_loaded("torch", rank.respect_own_threads)
-    when_loaded("torch.utils.data.dataloader", rank.place_workers)
-    when_loaded("torch.distributed.distributed_c10d", rank.place_progress)
+    on_import("torch", rank.respect_own_threads)
+    on_import("torch.utils.data.dataloader", rank.place_workers)
+    on_import("torch.distributed.distributed_c10d", rank.place_progress)
 
 
 class _RankThreads:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from paceline.core import logs
 from paceline.core.config import environment
 from paceline.core.errors import PacelineError
+from paceline.core.on_import import on_import
 from paceline.core.processes import die_with_parent, is_background_job
 from paceline.launch import attach
 from paceline.launch.budget.apply import follow
@@ -34,7 +35,6 @@ from paceline.launch.failure_report import write_report
 from paceline.launch.guard import guard, leave_like
 from paceline.launch.program import ProgramKind
 from paceline.launch.startup.sitecustomize import offer_stacks
-from paceline.launch.when_loaded import when_loaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -144,14 +144,14 @@ def _change_torch(options: argparse.Namespace, rank: int, environ: Mapping[str, 
     if options.collectives == "paceline":
         importlib.import_module(_COLLECTIVES).replace_gloo()
     if options.pace != "off":
-        when_loaded(
+        on_import(
             "torch",
             lambda _: importlib.import_module(_INPUT).pace_input(options.pace),
         )
     if options.record == "on":  # which imports torch anyway
         importlib.import_module(_ORDER).check_order()
     else:
-        when_loaded("torch", lambda _: importlib.import_module(_ENDED).hold_ended_groups())
+        on_import("torch", lambda _: importlib.import_module(_ENDED).hold_ended_groups())
     if options.tune:
         seed = int(environ["MASTER_PORT"])  # another one in each run, the same on its ranks
         importlib.import_module(_TUNING).start(options.tune, options.run, rank, seed)

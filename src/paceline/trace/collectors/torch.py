@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from paceline.core.on_import import on_import
 from paceline.native import Recorder, monotonic_ns
 from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors.hook_registry import HookRegistry
 from paceline.trace.collectors.numbers import ObjectNumbers
-from paceline.trace.collectors.on_import import on_import
 from paceline.trace.collectors.sampler import StackSampler
 from paceline.trace.collectors.served_data import ServedDataRecorder
 from paceline.trace.collectors.torch_collectives import CollectiveRecorder

@@ -33,9 +33,9 @@ from torch.utils.data import BatchSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from paceline.core.errors import DeadlineExceeded
+from paceline.core.on_import import on_import
 from paceline.runs.balance import SlowNode, SlowNodes
 from paceline.trace.collectors.hook_registry import HookRegistry
-from paceline.trace.collectors.on_import import on_import
 from paceline.training.balance.batches import (
     ACCELERATE,
     BalancedLoader,

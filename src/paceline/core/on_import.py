@@ -8,26 +8,30 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
-from paceline.trace.collectors import torch_internals as internals
-
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
-    Attempt = Callable[[Callable[..., None], object], object]
+    Attempt = Callable[[Callable[[ModuleType], None], ModuleType], object]
 
 
-def on_import(name: str, callback: Callable[[ModuleType], None], attempt: Attempt) -> None:
+def _call(callback: Callable[[ModuleType], None], module: ModuleType) -> None:
+    callback(module)
+
+
+def on_import(name: str, callback: Callable[[ModuleType], None], attempt: Attempt = _call) -> None:
     """Call `callback` with the module `name` when it has been imported, or now if it has been.
+
+    The import fails with what `callback` raises, unless `attempt` lets nothing pass.
 
     Args:
         name: of the module, with its packages'.
         callback: what is called with it.
-        attempt: calls what it is given first with what it is given next, and lets no exception
-            pass: the import goes on. `RecordedKind.attempt` is one.
+        attempt: calls what it is given first with what it is given next; the `attempt` of
+            `RecordedKind` is one that lets no exception pass.
     """
-    if name in sys.modules:
-        attempt(callback, sys.modules[name])
+    if (module := sys.modules.get(name)) is not None:
+        attempt(callback, module)
     else:
         sys.meta_path.insert(0, _Finder(name, callback, attempt))
 
@@ -48,12 +52,11 @@ class _Finder(importlib.abc.MetaPathFinder):
             sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            self.attempt(self._follow, spec.loader)
+            loader: Any = spec.loader  # this loader is this module's own
+            loader.exec_module = functools.partial(
+                _execute, loader.exec_module, self.callback, self.attempt
+            )
         return spec
-
-    def _follow(self, loader: Any) -> None:
-        execute = loader.exec_module  # this loader is this module's own
-        loader.exec_module = functools.partial(_execute, execute, self.callback, self.attempt)
 
 
 def _execute(
@@ -64,6 +67,3 @@ def _execute(
 ) -> None:
     execute(module)
     attempt(callback, module)
-
-
-internals.calls_the_script(_execute)
