@@ -182,6 +182,16 @@ def test_inputs_for_all_samples_are_not_cut_where_they_have_as_many_rows(two):
         assert max(found["masked"]) < 1e-10
 
 
+def test_default_microbatches_fit_the_graph_and_a_loss_has_the_models_type(two):
+    for found in two:
+        for (gradients, loss, dtype), own in zip(
+            found["by_default"], ("torch.float64", "torch.float32"), strict=True
+        ):
+            assert gradients < 8
+            assert loss < 8
+            assert dtype == own
+
+
 def test_blocking_collectives_of_shared_layers_come_in_one_order(tmp_path):
     arguments = ("paceline", "repeats", "interleaved", 2, 1, 1, 1)
     assert max(run_ranks(SCRIPT, tmp_path, 2, *arguments)) < 1e-10

@@ -485,6 +485,11 @@ def test_the_sizes_of_microbatches_are_those_that_are_asked_for():
         example.check(whole, 4)
     with pytest.raises(UsageError, match=r"in a microbatch mask.shape\[0\] is 3"):
         example.check({key: value[:10] for key, value in whole.items()}, 3)
+    assert example.most_microbatches(whole, 8) == 3
+    assert example.most_microbatches({key: value[:10] for key, value in whole.items()}, 3) == 2
+    assert example.most_microbatches({key: value[:10] for key, value in whole.items()}, 3) == 2
+    with pytest.raises(UsageError, match=r"in a microbatch mask.shape\[0\] is 1"):
+        example.most_microbatches({key: value[:3] for key, value in whole.items()}, 3)
     fixed = capture(Asking(lambda x: len(x) == 6), inputs).example
     fixed.check(whole, 2)
     with pytest.raises(UsageError, match=r"shape\[0\] is 12; .*shape\[0\] == 6 only"):

@@ -295,6 +295,44 @@ def masked():
     return found
 
 
+class NeverOne(nn.Module):
+    """Computes something else for a batch of one sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.low, self.high = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.high(self.low(x).tanh() * (2 if x.shape[0] == 1 else 1))
+
+
+def by_default():
+    """Return errors of a model whose graph takes no single sample, by types; and the loss's type.
+
+    Nothing is said of microbatches: eight of the seven samples would be too many.
+    """
+    found = []
+    for default, own in ((torch.float32, torch.float64), (torch.float64, torch.float32)):
+        torch.manual_seed(0)
+        torch.set_default_dtype(default)
+        model = NeverOne().to(own)
+        inputs, target = torch.randn(7, 4, dtype=own), torch.randn(7, 2, dtype=own)
+        alone = copy.deepcopy(model)
+        expected = run_alone(alone, inputs, target, nn.functional.mse_loss)
+        prepared = prepare(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            partitions=2,
+            loss_fn=nn.functional.mse_loss,
+            example_inputs=inputs[:4],
+        )
+        loss = prepared.forward_backward(inputs, target)
+        error = largest_error(prepared.model.own, dict(alone.named_parameters()))
+        epsilon = torch.finfo(own).eps
+        found.append([error / epsilon, float((loss - expected).abs()) / epsilon, str(loss.dtype)])
+    return found
+
+
 def splits():
     """Return the error of the gradients of a model that only split points can divide."""
     torch.manual_seed(0)
@@ -576,6 +614,7 @@ if CASE == "all":
         "repeats": [repeats("1f1b", 3, 2), repeats("interleaved", 2, 1, 1, 1)],
         "splits": splits(),
         "masked": masked(),
+        "by_default": by_default(),
         "refused": refused(),
         "library": [library(2, 1, "3", 7), library(2, 1, "2", 5, schedule="zero_bubble")],
         "chosen": [chosen("auto"), chosen("data")],

@@ -83,6 +83,38 @@ class Example:
     values: dict[str, Any]
     guards: list[SizeGuard] = field(default_factory=list)
     _checked: set[Any] = field(default_factory=set)
+    _most: dict[Any, int] = field(default_factory=dict)  # microbatches, by shapes and the most
+
+    def most_microbatches(
+        self, arguments: dict[str, Any], most: int, whole: frozenset[str] = frozenset()
+    ) -> int:
+        """Return into how many microbatches a batch can be cut for this graph, up to `most`.
+
+        Torch's graphs, for example, often take no batch of one sample where they take all others.
+
+        Raises:
+            UsageError: the graph is not made for these arguments, however they are cut.
+        """
+        leaves, _ = pytree.tree_flatten_with_path(arguments)
+        tensors = ((path_of(path), leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor))
+        key = (most, *((name, tuple(tensor.shape)) for name, tensor in tensors))
+        if (known := self._most.get(key)) is not None:
+            self.check(arguments, known, whole)  # of values, which the key has not
+            return known
+        problem: UsageError | None = None
+        samples = samples_of(divided_leaves(arguments, whole))
+        for count in range(min(most, max(samples, 1)), 0, -1):
+            try:
+                self.check(arguments, count, whole)
+            except UsageError as refused:
+                problem = problem or refused
+                continue
+            if len(self._most) >= _MOST_CHECKED:
+                self._most.clear()
+            self._most[key] = count
+            return count
+        assert problem is not None
+        raise problem
 
     def check(
         self, arguments: dict[str, Any], microbatches: int = 1, whole: frozenset[str] = frozenset()

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from paceline.core.errors import RankLost, UsageError, first_line
+from paceline.core.plan import MICROBATCHES_PER_STAGE
 from paceline.schedules.pipeline import StageEdge, check_pipeline
 from paceline.training.local_tensors import local, part_of, whole
 from paceline.training.pipeline.computing import ComputeOptions, StageComputing
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
     from paceline.training.pipeline.mesh import StageMesh
     from paceline.training.pipeline.stages import ModelStage, StagedModel
 
+# `_mean_loss` sends the place of one of them.
+_TYPES_OF_LOSSES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
 
 class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
     """Trains a model in stages on the ranks of a group.
@@ -53,7 +57,8 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
         staged: the model in stages.
         mesh: of the ranks; as many as partitions times replicas.
         order: returns the schedule of a number of microbatches.
-        microbatches: the most of a replica's batch.
+        microbatches: the most of a replica's batch; None: four for each partition, and fewer where
+            the captured graph takes no such small ones.
         compute: how stages compute.
         check: sees the gradients of this rank before they are reduced.
         deadline_s: the longest wait for another rank.
@@ -71,7 +76,7 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
         mesh: StageMesh,
         *,
         order: Callable[[int], PipelineSchedule],
-        microbatches: int,
+        microbatches: int | None,
         compute: ComputeOptions,
         check: GradientCheck,
         deadline_s: float,
@@ -81,7 +86,9 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
         model.register_forward_pre_hook(_refuse_call)
         self._device = next(model.parameters()).device
         self.ranks, self.mesh = mesh.ranks, mesh
-        self._order, self._microbatches = order, microbatches
+        self._order = order
+        self._microbatches = microbatches or MICROBATCHES_PER_STAGE * len(mesh.pipeline)
+        self._takes_fewer = microbatches is None
         self._failure: str | None = None
         self.edges = staged.edges
         self._schedules: dict[int, PipelineSchedule] = {}
@@ -102,7 +109,7 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
             staged.edges,
             mesh,
             self._transfers,
-            microbatches=microbatches,
+            microbatches=self._microbatches,
             device=self._device,
             on_stage_end=self._gradients.end_stage,
             whole=staged.whole,
@@ -141,8 +148,7 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
                 "call the model under torch.no_grad() or after eval()",
             )
         bound = inspect.signature(self.module.forward).bind(*args, **kwargs)
-        arguments, samples = self._agreed(lambda: self._arguments(bound), None)
-        sizes = sizes_of(samples, self._microbatches)
+        arguments, sizes = self._agreed(lambda: self._arguments(bound), None)
         gathered = self._shards.gathered() if self._shards else contextlib.nullcontext()
         with self._step(), gathered, torch.no_grad():
             parts = self._runtime.run_forward(self.schedule_of(len(sizes)), arguments, sizes)
@@ -164,27 +170,30 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
             UsageError: the model does not take the inputs.
             RankLost: another rank ended, or does not answer; the error names it.
         """
-        arguments, samples = self._agreed(
+        arguments, sizes = self._agreed(
             lambda: self._arguments(bind_inputs(self.module, inputs)), target
         )
-        self.samples = samples
+        self.samples = sum(sizes)
         with self._step():
-            return self._mean_loss(arguments, target, samples)
+            return self._mean_loss(arguments, target, sizes)
 
-    def _mean_loss(self, arguments: dict[str, Any], target: Any, samples: int) -> torch.Tensor:
-        sizes = sizes_of(samples, self._microbatches)
+    def _mean_loss(self, arguments: dict[str, Any], target: Any, sizes: list[int]) -> torch.Tensor:
+        samples = sum(sizes)
         self._gradients.begin(samples)
-        totals = torch.zeros(2, dtype=torch.float64, device=self._device)  # losses, samples
+        # Losses and samples, summed; and the loss's type, which the last stage alone knows.
+        totals = torch.zeros(3, dtype=torch.float64, device=self._device)
         share = self._sharing(totals)
         with torch.enable_grad():
             loss = self._runtime.run(self.schedule_of(len(sizes)), arguments, target, sizes)
         if loss is not None:
             totals[0], totals[1] = loss.double() * samples, samples
+            totals[2] = _TYPES_OF_LOSSES.index(loss.dtype) * samples
         share()
-        loss_sum, count = totals.tolist()
+        loss_sum, count, types = totals.tolist()
         if self._transfers is not None:
             self._gradients.finish(int(count), self._transfers.wait_for_all)
-        return torch.tensor(loss_sum / count, device=self._device)
+        dtype = _TYPES_OF_LOSSES[round(types / count)]
+        return torch.tensor(loss_sum / count, dtype=dtype, device=self._device)
 
     def _sharing(self, totals: torch.Tensor) -> Callable[[], None]:
         """Return what makes the ranks' totals their sum on all ranks, after a batch.
@@ -233,8 +242,8 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
 
     def _agreed(
         self, arguments_of: Callable[[], dict[str, Any]], target: Any
-    ) -> tuple[dict[str, Any], int]:
-        """Return the arguments and their samples, which all ranks of the pipeline have alike.
+    ) -> tuple[dict[str, Any], list[int]]:
+        """Return the arguments and the samples of each microbatch: alike on the pipeline's ranks.
 
         Raises:
             UsageError: this or another rank cannot use its batch, or has another one than the
@@ -244,6 +253,7 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
         problem: UsageError | None = None
         arguments: dict[str, Any] = {}
         samples, digest = -1, 0
+        sizes: list[int] = []
         try:
             arguments = arguments_of()
             samples = samples_of(divided_leaves(arguments, self.staged.whole))
@@ -253,6 +263,7 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
                     where=f"rank {self.ranks.rank}",
                     fix="Leave empty batches out, on all ranks alike",
                 )
+            sizes = sizes_of(samples, self._most_microbatches(arguments))
             digest = checksum([arguments, target])
         except UsageError as own:
             problem, samples = own, -1
@@ -264,7 +275,21 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
             if self.mesh.replicas > 1:  # other replicas have begun the step
                 self._failure = problem.what
             raise problem
-        return arguments, samples
+        return arguments, sizes
+
+    def _most_microbatches(self, arguments: dict[str, Any]) -> int:
+        """Return the most microbatches of a batch: those given, or what the graph takes of them.
+
+        Raises:
+            UsageError: the graph is not made for these arguments.
+        """
+        example, most, whole = self.staged.example, self._microbatches, self.staged.whole
+        if example is None:
+            return most
+        if self._takes_fewer:
+            return example.most_microbatches(arguments, most, whole)
+        example.check(arguments, most, whole)
+        return most
 
     def _arguments(self, bound: inspect.BoundArguments) -> dict[str, Any]:
         """Return the arguments by name.
@@ -280,8 +305,6 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
                 fix="Call prepare in the mode in which the model is used, or use split_points",
             )
         arguments = named_arguments(bound)
-        if self.staged.example is not None:
-            self.staged.example.check(arguments, self._microbatches, self.staged.whole)
         for name in self.staged.inputs:
             if name not in arguments:
                 raise _other_arguments(

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.core.errors import UsageError, first_line
-from paceline.core.plan import MICROBATCHES_PER_STAGE
 from paceline.schedules.pipeline import (
     ORDERS,
     interleaved,
@@ -250,7 +249,7 @@ def in_stages(
         _agreed_stages(model, options, order(1).stages, example_inputs, ranks),
         StageMesh(ranks, order(1).rank_of, replicas, options.engine == "fsdp2" and replicas > 1),
         order=order,
-        microbatches=options.microbatches or MICROBATCHES_PER_STAGE * partitions,
+        microbatches=options.microbatches,
         compute=ComputeOptions(
             loss_fn=loss_fn,
             scale_outputs=scale_outputs,
