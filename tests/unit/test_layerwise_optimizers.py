@@ -53,7 +53,15 @@ def norm(value):
 
 
 def lars_reference(
-    *, momentum=0.9, decay=5e-4, trust=0.001, eps=0.0, start=None, rates=RATES, correct=False
+    *,
+    momentum=0.9,
+    decay=5e-4,
+    trust=0.001,
+    eps=0.0,
+    start=None,
+    rates=RATES,
+    correct=False,
+    nesterov=False,
 ):
     """Return the weights after each step as the paper has them, layer by layer."""
     weights = {name: value.copy() for name, value in (start or values(0)).items()}
@@ -66,8 +74,10 @@ def lars_reference(
             if w.ndim > 1 and norm(w) > 0 and norm(g) > 0:
                 local = trust * norm(w) / (norm(g) + decay * norm(w) + eps)
             kept = velocity[name] * (rate / previous if correct and previous else 1.0)
-            velocity[name] = momentum * kept + rate * local * (g + decay * w)
-            weights[name] = w - velocity[name]
+            growth = rate * local * (g + decay * w)
+            velocity[name] = momentum * kept + growth
+            ahead = momentum * velocity[name] + growth
+            weights[name] = w - (ahead if nesterov else velocity[name])
         previous = rate
         history.append({name: value.copy() for name, value in weights.items()})
     return history
@@ -111,20 +121,33 @@ def differs(history, expected):
 # --- against the references ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+MOMENTA = [{"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}]
+
+
+@pytest.mark.parametrize("momentum", MOMENTA, ids=["plain", "momentum", "nesterov"])
 @pytest.mark.parametrize("decay", [0.0, 5e-4, 0.1])
 def test_lars_follows_the_paper(momentum, decay):
-    history = train(lambda ps: LARS(ps, 1.0, momentum=momentum, weight_decay=decay, eps=0.0))
-    assert_same(history, lars_reference(momentum=momentum, decay=decay))
+    history = train(lambda ps: LARS(ps, 1.0, **momentum, weight_decay=decay, eps=0.0))
+    assert_same(history, lars_reference(**momentum, decay=decay))
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("momentum", MOMENTA, ids=["plain", "momentum", "nesterov"])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_the_fused_operators_for_devices_do_the_same(monkeypatch, momentum, decay):
     """A CPU updates layer by layer; the other form runs here too, on the CPU."""
     monkeypatch.setattr(lars, "_are_on_cpu", lambda _: False)
-    history = train(lambda ps: LARS(ps, 1.0, momentum=momentum, weight_decay=decay, eps=0.0))
-    assert_same(history, lars_reference(momentum=momentum, decay=decay))
+    history = train(lambda ps: LARS(ps, 1.0, **momentum, weight_decay=decay, eps=0.0))
+    assert_same(history, lars_reference(**momentum, decay=decay))
+
+
+def test_nesterov_at_a_plain_rate_is_that_of_torch():
+    """Layers that do not adapt, at one rate: stochastic gradient descent."""
+    options = {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}
+    flat = lambda ps: [{"params": ps, "layer_adaptation": False}]  # noqa: E731
+    rates = [0.1] * len(RATES)
+    ours = train(lambda ps: LARS(flat(ps), 0.1, **options), rates=rates)
+    torchs = train(lambda ps: torch.optim.SGD(list(ps), 0.1, **options), rates=rates)
+    assert_same(ours, torchs)
 
 
 def test_lars_in_float32_stays_close_to_float64():
@@ -342,6 +365,7 @@ def test_sparse_gradients_are_refused():
         (lambda ps: LARS(ps, -1.0), "lr"),
         (lambda ps: LARS(ps, float("nan")), "lr"),
         (lambda ps: LARS(ps, 1.0, momentum=1.0), "momentum"),
+        (lambda ps: LARS(ps, 1.0, momentum=0.0, nesterov=True), "nesterov"),
         (lambda ps: LARS(ps, 1.0, weight_decay=-1e-4), "weight_decay"),
         (lambda ps: LAMB(ps, betas=(0.9, 1.0)), r"betas\[1\]"),
         (lambda ps: LAMB(ps, eps=-1.0), "eps"),
@@ -350,6 +374,14 @@ def test_sparse_gradients_are_refused():
 def test_impossible_values_are_refused(make, named):
     with pytest.raises(UsageError, match=named):
         make([nn.Parameter(torch.ones(2, 2))])
+
+
+def test_lamb_on_float16_weights_is_refused():
+    weight = nn.Parameter(torch.ones(2, 2, dtype=torch.float16))
+    weight.grad = torch.full_like(weight, 1e-5)
+    with pytest.raises(UsageError, match=r"float16.*Keep the weights in float32"):
+        LAMB([weight]).step()
+    assert torch.equal(weight, torch.ones_like(weight))
 
 
 # --- parameter groups ----------------------------------------------------------------------------

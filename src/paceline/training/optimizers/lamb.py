@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.core.errors import UsageError
 from paceline.training.local_tensors import like
 from paceline.training.optimizers.layerwise import (
     LayerwiseOptimizer,
@@ -34,7 +35,8 @@ class LAMB(LayerwiseOptimizer):
     """Layer-wise adaptive moments; see the module for the algorithm.
 
     Parameters of at most one dim take Adam's update; make groups with `parameter_groups` so that
-    all normalisation layers do, and do not decay.
+    all normalisation layers do, and do not decay. Weights in float16 are refused: squares of their
+    gradients vanish in it, and what is divided by them overflows.
     """
 
     def __init__(
@@ -121,6 +123,12 @@ class LAMB(LayerwiseOptimizer):
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
+            if parameter.dtype == torch.float16:
+                raise UsageError(
+                    "LAMB does not take weights in float16",
+                    why="the squares of gradients vanish in it, and the update overflows",
+                    fix="Keep them in float32: prepare(precision='float16'), or autocast",
+                )
             state["step"] = torch.zeros((), dtype=torch.float32)  # on the host, as torch's Adam
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)

@@ -2,7 +2,7 @@
 
     local = trust |w| / (|g| + decay |w| + eps)          1 where |w| or |g| is 0, or not adapted
     v     = momentum v + (lr local) (g + decay w)
-    w     = w - v
+    w     = w - v                                        Nesterov: w - (momentum v + what v grew by)
 
 An update of a layer thus has about `lr trust` of the norm of its weights, whatever the scale of the
 gradient. At |g| much larger than decay |w| it does not depend on |g|; at |g| much smaller the rate
@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import math
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from paceline.core.errors import UsageError
 from paceline.training.optimizers.layerwise import (
     LayerwiseOptimizer,
     check_range,
@@ -42,7 +43,7 @@ class LARS(LayerwiseOptimizer):
     all normalisation layers do, and do not decay.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # hyper-parameters, by keyword
         self,
         params: Any,
         lr: float,
@@ -51,6 +52,7 @@ class LARS(LayerwiseOptimizer):
         weight_decay: float = 0.0,
         trust_coefficient: float = 0.001,
         eps: float = 1e-8,
+        nesterov: bool = False,
         momentum_correction: bool = False,
         norms: LayerNorms | None = None,
     ) -> None:
@@ -63,14 +65,17 @@ class LARS(LayerwiseOptimizer):
             weight_decay: L2 decay; part of the gradient, and of the local rate's denominator.
             trust_coefficient: the local rate's factor (eta in the paper).
             eps: added to the local rate's denominator.
+            nesterov: look ahead by the velocity, as in torch's SGD; needs a momentum.
             momentum_correction: multiply the velocity by lr_new / lr_old when the rate changes.
             norms: of layers that ranks share; by default plain tensors and DTensors are handled.
 
         Raises:
-            UsageError: a value is out of its range.
+            UsageError: a value is out of its range, or Nesterov has no momentum.
         """
         check_range("lr", float(lr), 0, math.inf)
         check_range("momentum", momentum, 0, 1)
+        if nesterov and not momentum:
+            raise UsageError("nesterov=True needs a momentum", fix="Pass a momentum, such as 0.9")
         check_range("weight_decay", weight_decay, 0, math.inf)
         check_range("trust_coefficient", trust_coefficient, 0, math.inf)
         check_range("eps", eps, 0, math.inf)
@@ -80,10 +85,16 @@ class LARS(LayerwiseOptimizer):
             "weight_decay": weight_decay,
             "trust_coefficient": trust_coefficient,
             "eps": eps,
+            "nesterov": nesterov,
             "momentum_correction": momentum_correction,
             "previous_lr": None,
         }
         super().__init__(params, defaults, norms)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("nesterov", False)  # of a state that an earlier version saved
 
     def _update(self, work: Work) -> None:
         norms = self._norms(work, [p.grad for _, parameters in work for p in parameters])
@@ -101,15 +112,20 @@ class LARS(LayerwiseOptimizer):
         decay, momentum = group["weight_decay"], group["momentum"]
         velocities = locals_of([self._velocity(p) for p in parameters]) if momentum else []
         kept = momentum * _correction(group) if momentum else 0.0
+        ahead = momentum if group["nesterov"] else None
         if _are_on_cpu(weights):
-            _update_in_place(weights, velocities, gradients, rates, decay=decay, kept=kept)
+            steps = _Steps(rates, decay, kept, ahead)
+            _update_in_place(weights, velocities, gradients, steps)
             return
         updates = torch._foreach_add(gradients, weights, alpha=decay)  # noqa: SLF001
         torch._foreach_mul_(updates, rates)
         if momentum:
             torch._foreach_mul_(velocities, kept)
             torch._foreach_add_(velocities, updates)
-            updates = velocities
+            if ahead is None:
+                updates = velocities
+            else:
+                torch._foreach_add_(updates, velocities, alpha=ahead)
         torch._foreach_sub_(weights, updates)
 
     def _velocity(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -125,19 +141,24 @@ def _are_on_cpu(tensors: Sequence[torch.Tensor]) -> bool:
     return all(tensor.device.type == "cpu" for tensor in tensors)
 
 
+class _Steps(NamedTuple):
+    rates: Sequence[float]  # of each layer
+    decay: float
+    kept: float  # of the velocity
+    ahead: float | None  # Nesterov's momentum
+
+
 def _update_in_place(
     weights: Sequence[torch.Tensor],
     velocities: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
-    rates: Sequence[float],
-    *,
-    decay: float,
-    kept: float,
+    steps: _Steps,
 ) -> None:
     """Update layer by layer without memory for a copy of the gradients.
 
     On a CPU such memory is new in each step, and its page faults take longer than the update.
     """
+    rates, decay, kept, ahead = steps
     for weight, gradient, rate, velocity in zip_longest(weights, gradients, rates, velocities):
         if velocity is None:
             weight.mul_(1 - rate * decay).add_(gradient, alpha=-rate)
@@ -145,7 +166,10 @@ def _update_in_place(
         velocity.mul_(kept).add_(gradient, alpha=rate)
         if decay:
             velocity.add_(weight, alpha=rate * decay)
-        weight.sub_(velocity)
+        if ahead is None:
+            weight.sub_(velocity)
+        else:
+            weight.mul_(1 - rate * decay).add_(gradient, alpha=-rate).sub_(velocity, alpha=ahead)
 
 
 def _local_rate(group: dict[str, Any], weight_norm: float, gradient_norm: float) -> float:
