@@ -4,9 +4,10 @@
 
 A case is drawn from its number: model, branches that ranks use at times, what is frozen and when it
 is unfrozen, passes before a step, which of them synchronise, how gradients are forgotten,
-optimizer, engine, overlap, type. Every rank trains it on its part of each batch with `prepare`, and
-beside it a copy on all parts, as one process would. Prints an object: for each case what came of
-it, "right", "refused: ..." (an error of Paceline's, by name), "wrong: ..." or "raised: ...".
+optimizer, engine, overlap, type, precision. Every rank trains it on its part of each batch with
+`prepare`, and beside it a copy on all parts, as one process would. Prints an object: for each case
+what came of it, "right", "refused: ..." (an error of Paceline's, by name), "wrong: ..." or
+"raised: ...".
 
 The reference follows no rule of the engine: the mean loss over the parts of all ranks, `backward`,
 and the optimizer's own step.
@@ -18,6 +19,7 @@ import contextlib
 import copy
 import dataclasses
 import faulthandler
+import functools
 import io
 import json
 import os
@@ -40,16 +42,18 @@ STEPS = 4
 SAMPLES = 4  # of a rank in a pass
 WIDTH = 6
 ENGINES = ("allreduce", "sharded", "root", "ddp", "fsdp2")
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}
+# In bfloat16 one rounding more or less, of an activation, is a whole eps of it.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 8e-3}
+# With their own epsilons, gradients that are nearly zero would move weights by their sign alone.
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05),
     "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=0.1, nesterov=True),
-    "adam": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True),
-    "adamw": lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.5),
+    "adam": lambda p: torch.optim.Adam(p, 0.01, eps=0.01, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.01, eps=0.01, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.01, eps=0.01, momentum=0.5),
     "adagrad": lambda p: torch.optim.Adagrad(p, 0.05, initial_accumulator_value=0.1),
     "lars": lambda p: LARS(p, 0.5),
-    "lamb": lambda p: LAMB(p, 0.01),
+    "lamb": lambda p: LAMB(p, 0.01, eps=0.01),
     "lbfgs": lambda p: torch.optim.LBFGS(p, 0.1, max_iter=3),
     "adafactor": lambda p: torch.optim.Adafactor(p, 0.01),
 }
@@ -81,6 +85,7 @@ class Case:
     engine: str
     optimizer: str
     dtype: torch.dtype
+    precision: str | None
     branches: int
     tied: bool
     norm: bool
@@ -126,12 +131,14 @@ def draw(seed, ranks):
     frozen = chance(0.3)
     forget = FORGET[int(rng.choice(len(FORGET), p=[0.5, 0.15, 0.1, 0.15, 0.1]))]
     more = np.random.default_rng([seed, ranks, 1])
+    precision = "bfloat16" if np.random.default_rng([seed, ranks, 2]).random() < 0.2 else None
     table = str(more.choice(["", "", "dense", "sparse" if own else "dense"]))
     return Case(
         seed=seed,
         engine=engine,
         optimizer=optimizer,
-        dtype=torch.float64 if chance(0.7) else torch.float32,
+        dtype=torch.float64 if chance(0.7) and precision is None else torch.float32,
+        precision=precision,
         branches=branches,
         tied=chance(0.15),
         norm=chance(0.3),
@@ -197,7 +204,7 @@ def losses_of(model, case, step, number, rank):
     """Return the losses of a rank's part of a pass."""
     one_pass = case.steps[step][number]
     given, wanted = data(case, step, number, rank)
-    outputs = model(given, one_pass.branches[rank])
+    outputs = model(given, one_pass.branches[rank]).to(case.dtype)
     errors = (outputs - wanted).square().mean(0)
     if one_pass.losses == 1:
         return [errors.mean()]
@@ -262,9 +269,13 @@ def reference(case, ranks):
     """Return the state after training in one process."""
     model = Model(case)
     optimizer = optimizer_of(case, model)
+    autocast = contextlib.nullcontext
+    if case.precision:
+        autocast = functools.partial(torch.autocast, "cpu", getattr(torch, case.precision))
 
     def run_pass(step, number):
-        each = [losses_of(model, case, step, number, rank) for rank in range(ranks)]
+        with autocast():
+            each = [losses_of(model, case, step, number, rank) for rank in range(ranks)]
         for losses in zip(*each, strict=True):
             (sum(losses) / ranks).backward(retain_graph=True)
 
@@ -293,6 +304,7 @@ def prepared(case, rank, ranks):
             engine=case.engine,
             overlap=case.overlap,
             clip_norm=case.clip,
+            precision=case.precision,
             alarm=False,
         )
     finally:
@@ -334,7 +346,8 @@ def outcome(case, rank, ranks):
         return f"wrong: the state has {sorted(found)}"
     far = {name: float((found[name] - value).abs().max()) for name, value in expected.items()}
     name = max(far, key=lambda name: far[name] if far[name] == far[name] else float("inf"))
-    return "right" if far[name] <= TOLERANCES[case.dtype] else f"wrong: {name} by {far[name]:.1e}"
+    tolerance = TOLERANCES[getattr(torch, case.precision) if case.precision else case.dtype]
+    return "right" if far[name] <= tolerance else f"wrong: {name} by {far[name]:.1e}"
 
 
 def main(store, rank, ranks, backend, first, count):

@@ -272,6 +272,7 @@ def test_a_failed_run_keeps_its_result(raised):
         "step": 3,
         "phase": "backward",
         "error": "ValueError('the loss is not finite')",
+        "child": "",
     }
     assert min(len(rank.events) for rank in load_run(raised.folder / "RUN").ranks) > 0
     raised.assert_nothing_left()
@@ -304,6 +305,26 @@ def test_a_killed_rank_is_named_with_signal_step_and_phase(killed):
     assert result.failure.rank == 1
     assert (result.failure.signal, result.failure.step) == ("SIGKILL", 17)
     assert result.failure.phase == "backward"
+
+
+def test_a_killed_worker_is_the_cause_whatever_its_rank_and_the_others_raise(tmp_path):
+    """Torch raises in the loop, or a connection breaks, or a collective of another rank does."""
+    options = ("--workers", 2, "--fail-at-sample", 1, 100, "SIGKILL")
+    done = paceline(tmp_path, "run", "-n", 2, "--out", "RUN", TRAIN, *options)
+    assert done.code == 5
+    assert "error: a loader worker of rank 1 was killed by SIGKILL\n" in done.err
+    done.assert_nothing_left()
+    failure = RunFolder(tmp_path / "RUN").read_result().failure
+    assert (failure.rank, failure.signal, failure.child) == (1, "SIGKILL", "a loader worker")
+
+
+def test_an_exception_of_a_worker_is_told_in_one_line(tmp_path):
+    options = ("--workers", 1, "--fail-at-sample", 0, 60, "raise")
+    done = paceline(tmp_path, "run", "--out", "RUN", TRAIN, *options)
+    assert done.code == 1
+    why = "    why: ValueError: the loss is not finite (in DataLoader worker process 0)\n"
+    assert why in done.err
+    assert "Original Traceback" in done.err.partition("error: rank 0 failed first")[0]
 
 
 def test_a_killed_rank_leaves_no_process_shared_memory_or_file(killed):

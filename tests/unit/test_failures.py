@@ -18,9 +18,10 @@ RAISED = "RuntimeError('the loss is not finite')"
 LOST = "RuntimeError('[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer')"
 
 
-def report(run, rank, at_ns, error, phase=""):
+def report(run, rank, at_ns, error, phase="", child=None):
     text = f"Traceback (most recent call last):\n{error}\n"
     body = {"rank": rank, "at_ns": at_ns, "phase": phase, "traceback": text, "error": error}
+    body["child"] = child
     (run / "trace").mkdir(exist_ok=True)
     (run / "trace" / f"rank-{rank:05d}.failure").write_text(json.dumps(body))
 
@@ -40,6 +41,40 @@ def test_the_first_to_raise_failed_first(tmp_path):
     assert caught.value.fix == (
         f"See the traceback above, and the steps before it: paceline report {tmp_path}"
     )
+
+
+WORKER = {"name": "a loader worker", "signal": "SIGKILL", "code": 0, "by_oom": False}
+
+
+def test_a_childs_death_comes_before_what_ranks_raise_whoever_noticed_first(tmp_path):
+    report(tmp_path, 0, 100, LOST)
+    report(tmp_path, 2, 150, RAISED)
+    report(tmp_path, 1, 200, LOST, "backward", WORKER)
+    exits = tuple(RankExit(rank=rank, code=1) for rank in range(3))
+    failure = first_failure(tmp_path, exits)
+    who = {"rank": 1, "signal": "SIGKILL", "phase": "backward", "child": "a loader worker"}
+    assert failure == Failure(**who)
+    assert exit_code(exits, failure) == 5
+    assert first_traceback(tmp_path).startswith("rank 1:")
+    with pytest.raises(RankLost, match=r"^a loader worker of rank 1 was killed by SIGKILL"):
+        raise_failure(tmp_path, "train.py", exits, failure)
+
+
+def test_what_a_rank_raised_comes_before_the_loss_of_a_peer_whoever_noticed_first(tmp_path):
+    report(tmp_path, 0, 100, LOST)
+    report(tmp_path, 1, 200, RAISED)
+    exits = (RankExit(rank=0, code=1), RankExit(rank=1, code=1))
+    assert first_failure(tmp_path, exits) == Failure(rank=1, error=RAISED)
+
+
+def test_a_child_that_the_oom_killer_ended_or_that_exited_is_said_so(tmp_path):
+    exits = (RankExit(rank=0, code=1),)
+    report(tmp_path, 0, 100, RAISED, child={**WORKER, "by_oom": True})
+    with pytest.raises(RankLost, match="its memory limit was reached"):
+        raise_failure(tmp_path, "train.py", exits, first_failure(tmp_path, exits))
+    report(tmp_path, 0, 100, RAISED, child={**WORKER, "signal": "", "code": 3})
+    with pytest.raises(ScriptFailed, match="a loader worker of rank 0 ended with exit code 3"):
+        raise_failure(tmp_path, "train.py", exits, first_failure(tmp_path, exits))
 
 
 def test_a_killed_rank_comes_before_those_that_lost_it(tmp_path):

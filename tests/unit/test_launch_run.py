@@ -213,6 +213,43 @@ def test_a_syntax_error_of_a_script_is_said_with_its_line(tmp_path):
     assert report["error"] == "SyntaxError: '(' was never closed (syn.py, line 1)"
 
 
+CARRIED = """Caught ValueError in DataLoader worker process 3.
+Original Traceback (most recent call last):
+  File "worker.py", line 374, in _worker_loop
+    data = fetcher.fetch(index)
+OSError: [Errno 5] broken
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "own.py", line 7, in __getitem__
+    raise ValueError("image 333 is corrupt\\nand more")
+own.Corrupt: image 333 is corrupt
+and more
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError(CARRIED), "own.Corrupt: image 333 is corrupt (in DataLoader worker process 3)"),
+        (
+            ValueError("\n\n-- Process 1 terminated\n" + CARRIED[46:]),
+            "own.Corrupt: image 333 is corrupt",
+        ),
+        (ValueError("two\nlines"), "ValueError: two"),
+        (ValueError("one"), "ValueError('one')"),
+    ],
+)
+def test_an_exception_is_told_in_one_line_and_the_innermost_of_those_it_carries(
+    error, line, tmp_path
+):
+    (tmp_path / "trace").mkdir()
+    write_report(error, tmp_path, 0)
+    (report,) = read_reports(tmp_path)
+    assert report["error"] == line
+
+
 def test_a_rank_that_is_stopped_while_it_formats_its_traceback_has_a_report(tmp_path, monkeypatch):
     """Its launcher stopped it for the failure of another rank, and it was blamed instead."""
     (tmp_path / "trace").mkdir()

@@ -8,6 +8,7 @@ from paceline.core.node import (
     cpu_name,
     memory_bytes,
     mount_of,
+    oom_kills,
     parse_groups,
     parse_mounts,
     read_limits,
@@ -126,3 +127,23 @@ def test_cpu_and_last_level_cache(tmp_path):
     )
     assert cpu_name(root) == "A Fine CPU"
     assert cache_bytes(root) == 32 << 20
+
+
+@pytest.mark.parametrize(
+    ("mounts", "groups", "file", "text"),
+    [
+        (
+            V1_MOUNTS,
+            "4:memory:/job\n",
+            "memory/job/memory.oom_control",
+            "under_oom 0\noom_kill 3\n",
+        ),
+        (V2_MOUNTS, "0::/job\n", "job/memory.events", "max 9\noom 4\noom_kill 3\n"),
+    ],
+)
+def test_kills_of_the_control_group_are_counted(tmp_path, mounts, groups, file, text):
+    files = {"proc/self/mountinfo": mounts, "proc/self/cgroup": groups}
+    make_tree(tmp_path, files)
+    assert oom_kills(tmp_path) == 0
+    make_tree(tmp_path, {f"sys/fs/cgroup/{file}": text})
+    assert oom_kills(tmp_path) == 3

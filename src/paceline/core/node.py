@@ -112,6 +112,22 @@ def read_limits(root: Path = ROOT) -> Limits:
     )
 
 
+def oom_kills(root: Path = ROOT) -> int:
+    """Return how many processes of this process's control group the OOM killer has killed.
+
+    Those of groups above it count where the kernel says so (version 2). 0 where nothing is known.
+    """
+    groups = parse_groups(_read(root / "proc/self/cgroup"))
+    mounts = read_mounts(root)
+    for controller, file in (("memory", "memory.oom_control"), ("", "memory.events")):
+        for folder in _folders(root, mounts, controller, groups)[:1]:
+            for line in _read(folder / file).splitlines():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    return int(count)
+    return 0
+
+
 def _folders(
     root: Path, mounts: list[Mount], controller: str, groups: dict[str, str]
 ) -> list[Path]:

@@ -160,7 +160,10 @@ def start_here(run: Path, profile_steps: int = 0) -> None:
         # A forked child inherits this hook; what it raises is not the failure of its parent's rank.
         if is_recorded() and not isinstance(error, KeyboardInterrupt):
             assert _recording is not None
-            write_report(error, _recording.run, _recording.rank)
+            try:
+                write_report(error, _recording.run, _recording.rank)
+            except Exception:  # noqa: BLE001  # of torch's handler, as one more worker ended just now
+                write_report(error, _recording.run, _recording.rank)
         original(kind, error, frames)
 
     sys.excepthook = report

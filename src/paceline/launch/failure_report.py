@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import signal
 import sys
+import threading
 import traceback
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import PacelineError
+from paceline.launch.lost_children import lost_child
 
 if TYPE_CHECKING:
     import types
     from collections.abc import Collection
     from pathlib import Path
 
+_TRACEBACK = "Traceback (most recent call last):"
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(:|$)")  # the line after the frames, which are indented
+_CAUGHT = re.compile(r"Caught \w+ in (.*?)\.?\n")  # as torch words it
 COLLECTOR = "paceline.trace.collectors.torch"
 _SPAWN = "torch.multiprocessing.spawn"
 
@@ -41,6 +48,8 @@ def write_report(
         own_files: files of the outermost frames that are not the script's: the traceback leaves
             these frames out.
     """
+    _take_no_more_signals()
+    child = None if exit_code else lost_child(error)
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in own_files:
         frames = frames.tb_next
@@ -54,6 +63,7 @@ def write_report(
         "phase": collector.phase_of(error) if collector else "",
         "traceback": "" if exit_code else f"{type(error).__name__}: {error}",
         "error": named,
+        "child": child._asdict() if child else None,
     }
     path = run / "trace" / f"rank-{rank:05d}.failure"
     if not exit_code:
@@ -68,6 +78,12 @@ def write_report(
     except OSError:
         with contextlib.suppress(OSError):
             sys.stderr.write(str(report["traceback"]))
+
+
+def _take_no_more_signals() -> None:
+    """Have torch's handler raise no more: it does at each end of a worker, also amid a report."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _replace(path: Path, report: dict[str, Any]) -> None:
@@ -88,12 +104,34 @@ def read_reports(run: Path) -> list[dict[str, Any]]:
 
 
 def _named(error: BaseException) -> str:
-    """Return the exception in one line."""
+    """Return the exception in one line.
+
+    Of an exception that carries another process's traceback as text, as those of a loader's
+    workers do, the one in that traceback, and the process.
+    """
+    text = str(error)
+    if (inner := _carried(text)) is not None:
+        return inner
     # The repr of the first holds the source line and numbers without names, that of the second
     # neither the reason nor what to do.
     if isinstance(error, SyntaxError | PacelineError):
         return f"{type(error).__name__}: {error}"
+    lines = text.strip().splitlines()
+    if len(lines) > 1:
+        return f"{type(error).__name__}: {lines[0]}"
     return repr(error)
+
+
+def _carried(text: str) -> str | None:
+    """Return the last exception of a traceback within a message; None if there is none."""
+    before, found, after = text.rpartition(_TRACEBACK)
+    if not found:
+        return None
+    raised = next((line for line in after.splitlines() if _EXCEPTION.match(line)), None)
+    if raised is None:
+        return None
+    where = _CAUGHT.search(before)
+    return f"{raised.strip()} (in {where[1]})" if where else raised.strip()
 
 
 def _place(frames: types.TracebackType | None) -> str:

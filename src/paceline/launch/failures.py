@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from paceline.trace.format.header import Status
 
 
+_OOM = "the control group's OOM killer ended it: its memory limit was reached"
 _LOST = "its task stopped reporting"
 LEFT_EARLY = "left with exit code 0"
 LEFT_SILENTLY = "left without an exception"  # below a launcher that does not tell exit codes
@@ -54,7 +55,8 @@ def first_failure(run: Path, exits: tuple[RankExit, ...]) -> Failure | None:
     a rank that raises breaks them, too, but its failure report carries the time at which it raised.
     A rank that leaves with exit code 0 breaks them as well: if all that raised lost a peer, and no
     rank was killed, the first rank to leave is the cause; if they lost it to a timeout, a rank that
-    hangs is. A signal counts only if it ended a rank
+    hangs is. The death of a child process comes before what its parent raises, and that before what
+    ranks raise that lost a peer, whoever noticed first. A signal counts only if it ended a rank
     before any other rank failed, unless it is a crash: launchers end ranks by signals.
 
     Args:
@@ -62,7 +64,7 @@ def first_failure(run: Path, exits: tuple[RankExit, ...]) -> Failure | None:
         exits: of the ranks that did not end well, and of those that left before them, in order of
             time within each part.
     """
-    reports = read_reports(run)
+    reports = _by_cause(run)
     raised = {int(report["rank"]) for report in reports}  # such a rank may crash on its way out
     bad = [ended for ended in exits if ended.code]
     silent = [
@@ -70,7 +72,7 @@ def first_failure(run: Path, exits: tuple[RankExit, ...]) -> Failure | None:
         for ended in bad
         if ended.outcome is not ExitOutcome.INTERRUPTED and ended.rank not in raised
     ]
-    all_lost_a_peer = all(LOST_A_PEER.search(str(report["traceback"])) for report in reports)
+    all_lost_a_peer = all(_lost(report) for report in reports)
     if not all_lost_a_peer:
         silent = [
             ended
@@ -92,6 +94,16 @@ def first_failure(run: Path, exits: tuple[RankExit, ...]) -> Failure | None:
         if hung := _hung(run, reports, exits):
             return hung
     return failure_of(run, reports[0])
+
+
+def _by_cause(run: Path) -> list[dict[str, Any]]:
+    """Return the failure reports, causes before consequences, in order of time within each kind."""
+    return sorted(read_reports(run), key=lambda report: (not report.get("child"), _lost(report)))
+
+
+def _lost(report: dict[str, Any]) -> bool:
+    """Return whether a rank raised because another one had gone."""
+    return not report.get("child") and bool(LOST_A_PEER.search(str(report["traceback"])))
 
 
 def hang_failure(run: Path) -> Failure | None:
@@ -121,6 +133,19 @@ def failure_of(run: Path, report: dict[str, Any]) -> Failure:
     step, phase = _place(run, rank)
     # The exception has left its phase: the report holds the phase.
     phase = str(report["phase"]) or phase
+    if child := report.get("child"):
+        return Failure(
+            rank=rank,
+            signal=str(child["signal"]),
+            step=step,
+            phase=phase,
+            error=_OOM
+            if child["by_oom"]
+            else ""
+            if child["signal"]
+            else f"exit code {child['code']}",
+            child=str(child["name"]),
+        )
     return Failure(rank=rank, step=step, phase=phase, error=str(report["error"]))
 
 
@@ -229,11 +254,12 @@ def _loss(run: Path, failure: Failure) -> PacelineError | None:
     """Return the error for a rank that was killed, hung or is lost; None if its script failed."""
     where = f"step {failure.step}, phase {failure.phase}"
     kind, _, why = failure.error.partition(": ")
+    who = f"{failure.child} of rank {failure.rank}" if failure.child else f"rank {failure.rank}"
     if failure.signal:
         return RankLost(
-            f"rank {failure.rank} was killed by {failure.signal}",
+            f"{who} was killed by {failure.signal}",
             where=where,
-            why=_why_killed(failure.signal),
+            why=failure.error or _why_killed(failure.signal),
             fix=f"See the steps before it: paceline report {run}",
         )
     if failure.error == UNCLOSED:
@@ -272,6 +298,12 @@ def _script_failure(run: Path, program: str, failure: Failure) -> ScriptFailed:
             why="the other ranks wait in a collective that this rank never enters",
             fix="Give all ranks the same number of steps, or train with DDP's join()",
         )
+    if failure.child:
+        return ScriptFailed(
+            f"{failure.child} of rank {failure.rank} ended with {failure.error}",
+            where=f"{program}, in step {failure.step} ({failure.phase})",
+            fix=f"See what it printed, and the steps before it: paceline report {run}",
+        )
     has_traceback = any(
         report["traceback"] and int(report["rank"]) == failure.rank for report in read_reports(run)
     )
@@ -294,6 +326,6 @@ def _why_killed(signal_name: str) -> str:
 
 def first_traceback(run: Path) -> str:
     """Return the traceback of the rank whose script raised first; empty if it exited."""
-    for report in read_reports(run):
+    for report in _by_cause(run):
         return f"rank {report['rank']}:\n{report['traceback']}" if report["traceback"] else ""
     return ""

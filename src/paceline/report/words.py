@@ -246,8 +246,14 @@ def failure_words(failure: Failure) -> str:
     where = f"in step {failure.step}, during {DOING.get(failure.phase, failure.phase)}"
     if failure.step == 0 and failure.phase == "other":
         where = "before the end of its first step"
+    who = f"Rank {failure.rank}"
+    if failure.child:
+        who = f"{failure.child[0].upper()}{failure.child[1:]} of rank {failure.rank}"
     if failure.signal:
-        return f"Rank {failure.rank} was killed by {failure.signal} {where}."
+        why = f": {failure.error}" if failure.error else ""
+        return f"{who} was killed by {failure.signal} {where}{why}."
+    if failure.child:
+        return f"{who} ended with {failure.error} {where}."
     kind, _, detail = failure.error.partition(": ")  # as launch.failures writes them
     if kind == "hung":
         return f"Rank {failure.rank} hung {where}: {detail}."

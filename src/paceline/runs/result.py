@@ -79,10 +79,12 @@ class Failure(Record):
 
     Attributes:
         rank: the global rank.
-        signal: that killed it, or empty when its script raised.
+        signal: that killed it or its child, or empty when its script raised.
         step: in which it ended.
         phase: of that step.
-        error: the exception, for a script that raised.
+        error: the exception, for a script that raised; what the child did, if it was one.
+        child: a process of the rank whose end was the cause, such as ``a loader worker``; empty if
+            it was the rank itself.
     """
 
     rank: int
@@ -90,6 +92,7 @@ class Failure(Record):
     step: int = 0
     phase: str = "other"
     error: str = ""
+    child: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,13 +15,16 @@ from torch.utils.data import DataLoader, Dataset
 class Squares(Dataset):
     """Of this script's own module: workers that are spawned must be able to import it."""
 
-    def __init__(self, count):
-        self.count = count
+    def __init__(self, count, fails):
+        self.count, self.fails = count, fails
 
     def __len__(self):
         return self.count
 
     def __getitem__(self, index):
+        rank, at, how = self.fails
+        if index == int(at) and os.environ.get("RANK", "0") == rank:
+            fail(how)
         return torch.full((16,), float(index % 7)), torch.tensor(float(index % 7) ** 2)
 
 
@@ -41,6 +44,9 @@ def main():
     parser.add_argument("--sharing", default="file_descriptor", help="of tensors, by workers")
     parser.add_argument("--deaf", action="store_true", help="do not listen to SIGTERM")
     parser.add_argument("--fail", nargs=3, metavar=("RANK", "STEP", "HOW"), default=("-1", "0", ""))
+    parser.add_argument(
+        "--fail-at-sample", nargs=3, metavar=("RANK", "INDEX", "HOW"), default=("-1", "0", "")
+    )
     options = parser.parse_args()
     if options.deaf:
         signal.signal(signal.SIGTERM, lambda *_: None)
@@ -48,7 +54,7 @@ def main():
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     loader = DataLoader(
-        Squares(8 * options.steps),
+        Squares(8 * options.steps, options.fail_at_sample),
         batch_size=8,
         num_workers=options.workers,
         multiprocessing_context=options.context,

@@ -179,7 +179,10 @@ def _exit_code_of(
     except KeyboardInterrupt:
         return 130
     except BaseException as error:  # noqa: BLE001  # whatever the script raises is its failure
-        write_report(error, options.run, rank, own_files=_OWN_FILES)
+        try:
+            write_report(error, options.run, rank, own_files=_OWN_FILES)
+        except Exception:  # noqa: BLE001  # of torch's handler, as one more worker ended just now
+            write_report(error, options.run, rank, own_files=_OWN_FILES)
         return 1
     return 0
 

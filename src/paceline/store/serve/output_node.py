@@ -105,6 +105,11 @@ class OutputNode:
     def close(self) -> None:
         """Answer no program any more."""
         self._programs.close()
+        self._close_links()
+
+    def _close_links(self) -> None:
+        for link in self._links.values():
+            link.close()
 
     # --- programs ------------------------------------------------------------------------------
 
@@ -113,6 +118,7 @@ class OutputNode:
             try:
                 connection, _ = self._programs.accept()
             except OSError:
+                self._close_links()  # what this thread asked other nodes for was still under way
                 return
             with connection:
                 try:
