@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.launching import await_true, paceline
+from support.launching import SCRIPTS, await_true, paceline
 
 from paceline.core.clock import SystemClock
 from paceline.core.processes import stat_fields
@@ -14,6 +14,7 @@ from paceline.launch.hangs.stacks import Thread, stacks_of
 
 PROGRAMS = Path(__file__).parents[2] / "bench" / "hangs_programs"
 BIN = Path(sys.executable).parent
+TRAIN = SCRIPTS / "train.py"
 QUICK = ("--hang-timeout", 2, "--out", "RUN")
 
 
@@ -44,6 +45,22 @@ def test_a_rank_that_does_not_come_is_named_with_its_stack(
     why = paceline(tmp_path, "why", "RUN")
     assert "Rank 1 hung" in why.out
     assert function[:-1] in why.out
+
+
+@pytest.mark.parametrize(
+    ("ranks", "waits"),
+    [(1, "its loop has waited "), (2, "rank 0 has waited ")],
+)
+def test_a_loaders_worker_that_does_not_go_on_is_named_with_its_line(tmp_path, ranks, waits):
+    """With one rank nobody waits for it, but its own loop."""
+    options = ("--workers", 2, "--fail-at-sample", ranks - 1, 60, "lock")
+    done = paceline(tmp_path, "run", *QUICK, "-n", ranks, TRAIN, *options)
+    check(done, tmp_path, ranks - 1, "blocked")
+    assert f"why: {waits}" in done.err
+    assert "a loader worker is in fail (train.py:" in done.err
+    assert "waiting for a lock" in done.err
+    assert ", phase input\n" in done.err
+    done.assert_nothing_left()
 
 
 STOPS = """

@@ -1,12 +1,14 @@
 """The decision whether a rank hangs, from samples: no processes, no clock."""
 
 import dataclasses
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.launch.hangs.detector import (
+    INPUT,
     GroupPlace,
     HangDetector,
     HangKind,
@@ -15,7 +17,7 @@ from paceline.launch.hangs.detector import (
     Signs,
     odd_rank,
 )
-from paceline.launch.hangs.stacks import _frames
+from paceline.launch.hangs.stacks import _frames, since_fork
 from paceline.launch.hangs.words import busy_words, detail_of, doing
 
 DEADLINE_S = 10.0
@@ -227,6 +229,59 @@ def test_the_sentence_has_the_last_event_and_the_script_s_frame():
         "(train.py:41)"
     )
     assert doing(RankSample()) == "it has entered no collective"
+
+
+def fed(signs=QUIET, step=3):
+    """Return a rank whose loop waits for a batch, and which nobody else waits for."""
+    return RankSample(step=step, in_input=True, signs=signs)
+
+
+def test_a_loop_that_waits_for_a_batch_in_vain_is_missed_by_itself():
+    found = findings(lambda _: {0: fed()})
+    second, last = found[-1]
+    assert (last.hang.rank, last.hang.kind) == (0, HangKind.BLOCKED)
+    assert (last.hang.group, last.hang.waiting) == (INPUT, ())
+    assert DEADLINE_S <= second <= DEADLINE_S + 2
+    worker = ("read (/home/me/data.py:7)", "fetch (/x/torch/utils/data/_utils/fetch.py:5)")
+    stuck, idle = (*worker, "wchan: futex_do_wait"), ("poll (/usr/lib/python3.11/selectors.py:1)",)
+    detail = detail_of(last.hang, fed(), ("wait (q.py:1)",), [stuck, idle])
+    assert re.sub(r"\d+ s", "N s", detail) == (
+        "its loop has waited N s for a batch; a loader worker is in read (data.py:7), waiting for "
+        "a lock"
+    )
+    two = detail_of(last.hang, fed(), (), [stuck, idle, stuck])
+    assert "2 loader workers are in read (data.py:7)" in two
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        lambda second: {0: fed(Signs(state="S", cpu_ns=second * 10**8))},
+        lambda second: {0: fed(step=second)},
+        lambda second: {0: fed() if second % 4 else RankSample(step=3, signs=QUIET)},
+    ],
+    ids=["its workers compute", "it steps", "it gets batches now and then"],
+)
+def test_a_loop_that_gets_batches_or_whose_workers_work_is_left_alone(at):
+    found = findings(at, 100)
+    assert all(finding.hang is None and finding.busy is None for _, finding in found)
+
+
+def test_what_others_wait_in_is_told_before_that_the_rank_waits_for_a_batch():
+    late = RankSample(groups={WORLD: place(4, 4)}, in_input=True, signs=QUIET)
+    hang = verdict(lambda second: {0: waiting(5) if second > 3 else behind(4), 1: late})
+    assert (hang.rank, hang.group, hang.waiting) == (1, WORLD, (0,))
+    worker = [("read (/home/me/data.py:7)",)]
+    assert detail_of(hang, late, (), worker).endswith(
+        "it waits for a batch, and a loader worker is in read (data.py:7)"
+    )
+
+
+def test_a_forked_processs_stack_ends_where_it_was_forked():
+    own = ("read (data.py:7)", "run (/usr/lib/python3.11/multiprocessing/process.py:108)")
+    rest = ("_bootstrap (/usr/lib/python3.11/multiprocessing/process.py:314)", "main (a.py:1)")
+    assert since_fork((*own, *rest)) == own
+    assert since_fork(own) == own
 
 
 def test_the_main_thread_is_the_last_that_python_writes():

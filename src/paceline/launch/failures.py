@@ -16,7 +16,7 @@ from paceline.core.errors import (
 from paceline.launch.exits import ExitOutcome, interruption
 from paceline.launch.failure_report import read_reports
 from paceline.launch.hangs.watch import mismatched_rank
-from paceline.launch.summary import trace_statuses
+from paceline.launch.summary import place_of, trace_statuses
 from paceline.runs.folder import RunFolder
 from paceline.runs.hang import HANG_NAME, Hang
 from paceline.runs.result import Failure
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from paceline.launch.exits import RankExit
-    from paceline.trace.format.header import Status
 
 
 _OOM = "the control group's OOM killer ended it: its memory limit was reached"
@@ -114,7 +113,8 @@ def hang_failure(run: Path) -> Failure | None:
         return None
     if hang is None:
         return None
-    step, phase = _place(run, hang.rank)
+    # What it did then: since, the launcher has ended it.
+    step, phase = (hang.step, hang.phase) if hang.phase else _place(run, hang.rank)
     return Failure(rank=hang.rank, step=step, phase=phase, error=f"{HUNG}: {hang.detail}")
 
 
@@ -195,11 +195,6 @@ def _place(run: Path, rank: int) -> tuple[int, str]:
     except (PacelineError, OSError):  # it ended before its recorder began
         return 0, "other"
     return place_of(status)
-
-
-def place_of(status: Status) -> tuple[int, str]:
-    """Return the step and phase of a trace's header, as a `Failure` has them."""
-    return status.step, "waiting" if status.phase_name == "wait" else status.phase_name
 
 
 def exit_code(exits: tuple[RankExit, ...], failure: Failure | None) -> int:

@@ -38,7 +38,6 @@ from paceline.launch.failures import (
     failure_of,
     hang_failure,
     mismatch_failure,
-    place_of,
     raise_failure,
 )
 from paceline.launch.file_calls import file_call_variables
@@ -49,7 +48,7 @@ from paceline.launch.mpi import ProgramMpi, mpi_of_command
 from paceline.launch.options import HANG_TIMEOUT_S, check_hang_timeout, check_profile_steps
 from paceline.launch.ranks import SIGNAL_DELAY_S, LocalRanks
 from paceline.launch.recordable import check_recordable
-from paceline.launch.summary import summarize, trace_statuses
+from paceline.launch.summary import place_of, summarize, trace_statuses
 from paceline.runs.launcher import this_launcher
 from paceline.runs.result import Failure
 from paceline.trace.format.events import Kind

@@ -169,3 +169,8 @@ def _memory_use(run: Path, rank: int) -> MemoryUse | None:
         page_faults=data["page_faults"],
         corrected=data["corrected"],
     )
+
+
+def place_of(status: Status) -> tuple[int, str]:
+    """Return the step and phase of a trace's header, as a `Failure` has them."""
+    return status.step, "waiting" if status.phase_name == "wait" else status.phase_name

@@ -26,6 +26,19 @@ class HungRank(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HungChild(Record):
+    """A process that the rank that hangs has started: a loader's worker.
+
+    Attributes:
+        process: its number.
+        stack: of its main thread, as that of a rank.
+    """
+
+    process: int
+    stack: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Hang(Record):
     """A run that hung, and the rank for which the others waited.
 
@@ -34,9 +47,12 @@ class Hang(Record):
         kind: ``blocked``, ``stopped``, ``gone``, ``mismatched`` or ``circle``
             (`paceline.launch.hangs.detector.HangKind`).
         detail: the verdict, a clause about the rank.
-        waiting: ranks that waited for it.
+        waiting: ranks that waited for it; none where its own loop waits for a batch.
         waited_s: how long they had waited.
         ranks: all ranks of which something is known.
+        step: in which the rank was then.
+        phase: of that step; empty in records of before.
+        children: Python's processes below the rank, where it waits for a batch.
     """
 
     rank: int
@@ -45,3 +61,6 @@ class Hang(Record):
     waiting: tuple[int, ...]
     waited_s: float
     ranks: tuple[HungRank, ...]
+    step: int = 0
+    phase: str = ""
+    children: tuple[HungChild, ...] = ()

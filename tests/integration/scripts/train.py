@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import threading
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,10 @@ def fail(how):
         raise ValueError("the loss is not finite")
     if how == "exit":
         sys.exit(3)
+    if how == "lock":
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
     os.kill(os.getpid(), getattr(signal, how))
 
 

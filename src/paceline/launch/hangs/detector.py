@@ -12,6 +12,9 @@ or a loader shows such signs, however long it takes: then the rank is *busy*, an
 What a rank does inside a wait is no work: an MPI polls. A sequence number at which ranks have
 entered different collectives is a verdict by itself, as is a circle of ranks that wait for each
 other.
+
+A loop that waits for a batch is missed by itself, also where no other rank waits: a worker of its
+loader may be blocked. Nobody is told that it is busy: a batch takes as long as it takes.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ _BUSY_SWITCHES = 2.0  # a loop that looks for a loader's workers wakes every 5 s
 _GAP_S = 5.0
 _EXAMINE_S = 1.0  # how long others wait for a rank before anything is asked of it
 MESSAGE: GroupKey = ("", ())  # in place of a group, of a wait for a message
+INPUT: GroupKey = ("input", ())  # of a wait for a batch
+_LOOP = -1  # in place of the rank that waits for a batch: the rank itself is missed
 
 
 class HangKind(StrEnum):
@@ -115,6 +120,7 @@ class RankSample:
         events: that it recorded so far.
         step: that it is in.
         in_wait: whether it is in a call that waits for other ranks.
+        in_input: whether its loop waits for a batch.
         closed: whether it has closed its trace.
         groups: its place in each group that it has used.
         has_all_groups: whether a group that is not there was not used.
@@ -125,6 +131,7 @@ class RankSample:
     events: int = 0
     step: int = 0
     in_wait: bool = False
+    in_input: bool = False
     closed: bool = False
     groups: Mapping[GroupKey, GroupPlace] = field(default_factory=dict)
     has_all_groups: bool = True
@@ -139,8 +146,8 @@ class Verdict:
     Attributes:
         rank: the global rank.
         kind: what is wrong with it; None for a rank that is busy.
-        waiting: the ranks that wait for it.
-        group: of the collective that they wait in; `MESSAGE` of a message.
+        waiting: the ranks that wait for it; none where its own loop waits for a batch.
+        group: of the collective that they wait in; `MESSAGE` of a message, `INPUT` of a batch.
         sequence: of that collective; of messages, their count.
         name: of that collective or message.
         own_name: of the collective that the rank is in instead; else empty.
@@ -237,7 +244,7 @@ class HangDetector:
         """Note what has changed at a rank since the last observation."""
         known = self._known.get(rank)
         if known is None:
-            places = dict.fromkeys([*sample.groups, MESSAGE], now_s)
+            places = dict.fromkeys([*sample.groups, MESSAGE, INPUT], now_s)
             self._known[rank] = _Known(sample=sample, moved_s=places)
             return
         before = known.sample
@@ -247,6 +254,8 @@ class HangDetector:
                 known.moved_s[group], moved = now_s, True
         if before.message != sample.message:
             known.moved_s[MESSAGE], moved = now_s, True
+        if moved or before.in_input != sample.in_input:
+            known.moved_s[INPUT] = now_s
         known.sample = sample
         if sample.signs is not None:
             stands_still = sample.in_wait and before.in_wait and before.events == sample.events
@@ -291,6 +300,9 @@ class HangDetector:
             if message is not None and message.is_open and now_s - since_s >= least_s:
                 missing = frozenset({message.peer} & self._known.keys())
                 waits.append(_Wait(rank, MESSAGE, message.count, message.name, since_s, missing))
+            since_s = known.moved_s[INPUT]
+            if sample.in_input and now_s - since_s >= least_s:
+                waits.append(_Wait(_LOOP, INPUT, sample.step, "", since_s, frozenset({rank})))
         return waits
 
     def _missing(self, group: GroupKey, sequence: int) -> frozenset[int]:
@@ -310,7 +322,7 @@ class HangDetector:
     def _mismatch(self, waits: Iterable[_Wait], now_s: float) -> Verdict | None:
         """Return the verdict on a sequence at which ranks have entered different collectives."""
         for wait in waits:
-            if wait.group == MESSAGE:
+            if wait.group in (MESSAGE, INPUT):
                 continue
             place = self._known[wait.rank].sample.groups[wait.group]
             for sequence in range(place.left + 1, place.entered + 1):
@@ -369,10 +381,10 @@ class HangDetector:
         busy, stacks = None, set(half)
         for rank in roots:
             kind = self._kind(rank, now_s)
-            wait = next(wait for wait in waits if rank in wait.missing)
+            wait = self._longest(rank, waits)
             if kind is None:
                 key = (rank, wait.group, wait.sequence)
-                if self._known[rank].has_worked and key not in self._told:
+                if wait.group != INPUT and self._known[rank].has_worked and key not in self._told:
                     self._told.add(key)
                     busy = self._verdict(rank, None, waits, now_s)
                 continue
@@ -414,16 +426,25 @@ class HangDetector:
         since_s = self._known[rank].quiet_s
         return 0.0 if since_s is None else now_s - since_s
 
+    @staticmethod
+    def _longest(rank: int, waits: list[_Wait]) -> _Wait:
+        """Return the longest wait for a rank: of others, or else of its own loop."""
+        own = [wait for wait in waits if rank in wait.missing]
+        return min(own, key=lambda wait: (wait.group == INPUT, wait.since_s))
+
     def _verdict(
         self, rank: int, kind: HangKind | None, waits: list[_Wait], now_s: float
     ) -> Verdict:
-        own = [wait for wait in waits if rank in wait.missing]
-        longest = min(own, key=lambda wait: wait.since_s)
+        longest = self._longest(rank, waits)
+        if longest.group == INPUT:  # others may have begun to wait for the rank since
+            waits = self._waits(now_s, 0.0)
+            longest = self._longest(rank, waits)
         ranks = {
             wait.rank
-            for wait in own
-            if (wait.group, wait.sequence) == (longest.group, longest.sequence)
-        }
+            for wait in waits
+            if rank in wait.missing
+            and (wait.group, wait.sequence) == (longest.group, longest.sequence)
+        } - {_LOOP}
         return Verdict(
             rank=rank,
             kind=kind,

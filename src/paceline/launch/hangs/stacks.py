@@ -37,6 +37,7 @@ _PY_SPY_S = 5.0
 _POLL_S = 0.01
 _FUNCTION_BYTES = 1 << 14
 _PYTHON_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
+_BOOTSTRAP = re.compile(r"_bootstrap \(.*multiprocessing/process\.py")
 _PY_SPY_FRAME = re.compile(r"^    (?P<name>.*) \((?P<file>.*?)(:(?P<line>\d+))?\)$")
 _NATIVE_FRAME = re.compile(r"^(?P<file>[^(]+)\((?P<name>[^+)]*)\+(?P<offset>0x[0-9a-f]+)\)")
 
@@ -68,6 +69,21 @@ def stacks_of(threads: Mapping[int, Thread], clock: Clock) -> dict[int, tuple[st
         if not stacks[rank]:
             stacks[rank] = kernel_place(thread.process, thread.thread)
     return stacks
+
+
+def since_fork(stack: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the frames of a process that Python's multiprocessing forked, without its parent's."""
+    ends = [place for place, frame in enumerate(stack) if _BOOTSTRAP.match(frame)]
+    return stack[: ends[0]] if ends else stack
+
+
+def answers(process: int) -> bool:
+    """Return whether a process offers memory for its stack."""
+    memory = _memory_of(process)
+    if memory is None:
+        return False
+    memory.close()
+    return True
 
 
 def _answers(threads: Mapping[int, Thread], clock: Clock) -> dict[int, tuple[str, ...]]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Self
 from paceline.core.clock import SystemClock
 from paceline.core.errors import PacelineError
 from paceline.core.files import commit_text
-from paceline.core.processes import boot_id
+from paceline.core.processes import boot_id, descendants
 from paceline.launch.hangs.detector import (
     GroupKey,
     GroupPlace,
@@ -32,10 +32,11 @@ from paceline.launch.hangs.detector import (
     Signs,
     Verdict,
 )
-from paceline.launch.hangs.signs import signs_of
-from paceline.launch.hangs.stacks import Thread, stacks_of
+from paceline.launch.hangs.signs import kernel_place, signs_of
+from paceline.launch.hangs.stacks import Thread, answers, since_fork, stacks_of
 from paceline.launch.hangs.words import busy_words, detail_of, doing
-from paceline.runs.hang import HANG_NAME, Hang, HungRank
+from paceline.launch.summary import place_of
+from paceline.runs.hang import HANG_NAME, Hang, HungChild, HungRank
 from paceline.trace.format.events import MAIN, Kind
 from paceline.trace.format.files import RankTrace, read_tables
 from paceline.trace.format.progress import HISTORY, GroupProgress, LiveHeader, read_live_header
@@ -192,10 +193,31 @@ class HangWatcher:
                 threads[number] = rank.thread
         return stacks_of(threads, self.clock)
 
+    def _children(self, number: int) -> tuple[HungChild, ...]:
+        """Return the Python processes below a rank that waits for a batch, with their stacks."""
+        rank = self._ranks[number]
+        status, thread = rank.header.status, rank.thread
+        if status.phase is not Kind.INPUT or thread is None or status.boot_id != self._boot:
+            return ()
+        found = []
+        for process in sorted(descendants(thread.process)):
+            if answers(process):
+                # One after the other: forked processes write to the same memory.
+                main = Thread(process=process, thread=process)
+                stack = stacks_of({number: main}, self.clock)[number]
+                place = kernel_place(process, process)
+                where = [line for line in place if line.startswith("wchan")]
+                found.append(HungChild(process=process, stack=(*since_fork(stack), *where)))
+        return tuple(found)
+
     def _tell(self, verdict: Verdict, samples: Mapping[int, RankSample]) -> None:
         """Write what is known of the hang, and have the launcher end the run."""
         stacks = self._stacks(self._ranks)
-        detail = detail_of(verdict, samples[verdict.rank], stacks.get(verdict.rank, ()))
+        children = self._children(verdict.rank)
+        child_stacks = [child.stack for child in children]
+        own_stack = stacks.get(verdict.rank, ())
+        detail = detail_of(verdict, samples[verdict.rank], own_stack, child_stacks)
+        step, phase = place_of(self._ranks[verdict.rank].header.status)
         hang = Hang(
             rank=verdict.rank,
             kind=str(verdict.kind),
@@ -206,6 +228,9 @@ class HangWatcher:
                 HungRank(rank=rank, doing=doing(sample), stack=stacks.get(rank, ()))
                 for rank, sample in sorted(samples.items())
             ),
+            step=step,
+            phase=phase,
+            children=children,
         )
         try:
             commit_text(self.run / HANG_NAME, hang.to_text())
@@ -249,6 +274,7 @@ def _sample(rank: _WatchedRank, signs: Signs | None) -> RankSample:
         events=header.status.recorded_count,
         step=header.status.step,
         in_wait=header.status.phase is Kind.WAIT,
+        in_input=header.status.phase is Kind.INPUT,
         closed=header.status.closed,
         groups=groups,
         has_all_groups=header.group_room,

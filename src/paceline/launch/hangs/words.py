@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.launch.hangs.detector import MESSAGE, HangKind, RankSample, Verdict
+from paceline.launch.hangs.detector import INPUT, MESSAGE, HangKind, RankSample, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _FRAME = re.compile(r"^(?P<name>.*) \((?P<file>[^()]*?)(?P<line>:\d+)?\)$")
 _RECORDER = re.compile(r"paceline/(launch|trace)/")
+_LOCK = re.compile(r"^wchan: .*futex")
 _LIBRARY = re.compile(
-    r"\.so(\.|$)|(site|dist)-packages/|/lib/python3|^<|paceline/(launch|trace)/|/torch/"
+    r"\.so(\.|$)|(site|dist)-packages/|/lib/python3|^<|paceline/(launch|trace|store|training)/|/torch/"
 )
 
 
-def detail_of(verdict: Verdict, sample: RankSample, stack: Sequence[str]) -> str:
+def detail_of(
+    verdict: Verdict,
+    sample: RankSample,
+    stack: Sequence[str],
+    children: Sequence[Sequence[str]] = (),
+) -> str:
     """Return the verdict as a clause about its rank, without the rank.
 
     Args:
         verdict: on a rank that hangs.
         sample: the last one of this rank.
         stack: of its main thread, the innermost frame first.
+        children: stacks of the processes that it waits for.
     """
     waiting = _ranks(verdict.waiting)
     have = "has" if len(verdict.waiting) == 1 else "have"
@@ -42,18 +50,37 @@ def detail_of(verdict: Verdict, sample: RankSample, stack: Sequence[str]) -> str
                 "elsewhere for them: collectives and messages must come in the same order on all "
                 "ranks"
             )
+        case _ if verdict.group == INPUT:
+            clause = f"its loop has waited {verdict.waited_s:.0f} s for a batch"
         case _:
             clause = f"{waiting} {have} waited {verdict.waited_s:.0f} s for it in {call}"
     parts = [clause]
-    if verdict.kind is not HangKind.MISMATCHED:
+    if verdict.kind is not HangKind.MISMATCHED and verdict.group != INPUT:
         parts.append(doing(sample))
     if verdict.kind is HangKind.STOPPED:
         parts.append("it is stopped, by SIGSTOP or a frozen container")
     if verdict.kind is HangKind.GONE:
         parts.append("it has left its loop, or ended")
-    if stack:
+    if stuck := _places_of_children(children):
+        parts.append(stuck if verdict.group == INPUT else f"it waits for a batch, and {stuck}")
+    elif stack:
         parts.append(f"it is {_place(stack)}")
     return "; ".join(parts)
+
+
+def _places_of_children(children: Sequence[Sequence[str]]) -> str:
+    """Return where the processes are that execute the script; those that wait for work do not."""
+    counts = Counter(_place(stack) for stack in children if any(map(_is_of_the_script, stack)))
+    if not counts:
+        return ""
+    place, count = counts.most_common(1)[0]
+    who = "a loader worker is" if count == 1 else f"{count} loader workers are"
+    return f"{who} {place}"
+
+
+def _is_of_the_script(frame: str) -> bool:
+    found = _FRAME.match(frame)
+    return found is not None and not _LIBRARY.search(found["file"])
 
 
 def busy_words(verdict: Verdict) -> str:
@@ -88,6 +115,8 @@ def _call(verdict: Verdict) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "no rank"
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) <= 4:
@@ -98,6 +127,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _place(stack: Sequence[str]) -> str:
     """Return the innermost frame, and the innermost one of the script if it is another one."""
     frames = [found for frame in stack if (found := _FRAME.match(frame))]
+    waits = ", waiting for a lock" if any(_LOCK.search(line) for line in stack) else ""
     frames = [found for found in frames if not _RECORDER.search(found["file"])]
     if not frames:  # the kernel's words
         return f"in the kernel ({', '.join(stack)})"
@@ -105,7 +135,7 @@ def _place(stack: Sequence[str]) -> str:
     places = [_frame(frames[0])]
     if own and own[0] is not frames[0]:
         places.append(f"called by {_frame(own[0])}")
-    return "in " + ", ".join(places)
+    return "in " + ", ".join(places) + waits
 
 
 def _frame(found: re.Match[str]) -> str:
