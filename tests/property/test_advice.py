@@ -64,6 +64,7 @@ def facts(draw):
         uneven_evaluation=draw(st.none() | uneven),
         host_work=tuple(draw(st.lists(work, max_size=3))),
         checkpoints=draw(st.integers(0, STEPS)),
+        evaluations=draw(st.integers(0, STEPS)),
         loader_workers=draw(st.none() | st.integers(0, 16)),
         loader_stages_s=draw(st.dictionaries(st.sampled_from([*AGAINST_STAGE]), SECONDS)),
         ranks=draw(st.integers(1, 64)),
@@ -210,7 +211,11 @@ def test_each_cause_of_a_straggler_has_its_advice(cause):
             Facts(steps=100, step=Breakdown(forward=0.02, checkpoint=0.01), checkpoints=10),
             "10 checkpoints of 100 ms each",
         ),
-        (Facts(steps=100, step=Breakdown(forward=0.02, evaluation=0.01)), "half as often"),
+        (
+            Facts(steps=100, step=Breakdown(forward=0.02, evaluation=0.01), evaluations=4),
+            "half as often would save 5.0 of 10.0 ms per step. Saves up to 17 % of the loop. The "
+            "run evaluated 4 times",
+        ),
         (
             Facts(
                 steps=100,

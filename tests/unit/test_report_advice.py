@@ -14,7 +14,12 @@ from paceline.cli.why import why
 from paceline.report.model import gather
 from paceline.report.terminal import render_why
 from paceline.runs.result import Failure, RunResult
-from paceline.trace.format.events import EVALUATION_MODE, WITHOUT_GRADIENTS, Kind
+from paceline.trace.format.events import (
+    BUFFER_BYTES,
+    EVALUATION_MODE,
+    WITHOUT_GRADIENTS,
+    Kind,
+)
 from paceline.trace.format.files import trace_name
 
 EPOCHS = (11, 37, 53, 71)  # the steps at whose begin rank 0 evaluates
@@ -29,19 +34,19 @@ def _evaluating(ranks, steps=80):
     return by_rank
 
 
-def _evaluation(event):
-    """Replace the long wait for data of a late step by an evaluation of four batches."""
+def _evaluation(event, passes=4):
+    """Replace the long wait for data of a late step by an evaluation of some of four batches."""
     if event.kind != Kind.INPUT or event.end_ns - event.begin_ns < EVALUATION_MS * MS:
         return [event]
     flags = WITHOUT_GRADIENTS | EVALUATION_MODE
     each_ns = EVALUATION_MS * MS // 4
     events = []
-    for at in range(event.begin_ns, event.begin_ns + 4 * each_ns, each_ns):
+    for at in range(event.begin_ns, event.begin_ns + passes * each_ns, each_ns):
         events += [
             Event(Kind.INPUT, at, at + MS, "evaluation loader", event.step, tag=2),
             Event(Kind.EVALUATION, at + MS, at + each_ns, "forward", event.step, flags=flags),
         ]
-    return [*events, dataclasses.replace(event, begin_ns=event.begin_ns + 4 * each_ns)]
+    return [*events, dataclasses.replace(event, begin_ns=event.begin_ns + passes * each_ns)]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -72,6 +77,60 @@ def test_an_evaluation_on_all_ranks_is_not_to_be_shared(tmp_path):
     rules = {advice.rule for advice in report.advice}
     assert "rarer_evaluation" in rules
     assert "share_evaluation" not in rules
+
+
+def test_an_evaluation_that_takes_one_rank_longer_is_not_to_be_shared(tmp_path):
+    """Both evaluate; a rank that waits for the other one evaluates, too."""
+    late = tuple(Late(rank, EVALUATION_MS, step, step) for rank in (0, 1) for step in EPOCHS)
+    by_rank = data_parallel(2, 80, late=late)
+    by_rank[0] = [part for event in by_rank[0] for part in _evaluation(event)]
+    by_rank[1] = [part for event in by_rank[1] for part in _evaluation(event, passes=1)]
+    report = gather(write_run(tmp_path, by_rank))
+    assert "share_evaluation" not in {advice.rule for advice in report.advice}
+
+
+def test_one_evaluation_cannot_be_made_half_as_often(tmp_path):
+    late = (Late(0, EVALUATION_MS, 40, 40), Late(1, EVALUATION_MS, 40, 40))
+    by_rank = [
+        [part for event in events for part in _evaluation(event)]
+        for events in data_parallel(2, 80, late=late)
+    ]
+    report = gather(write_run(tmp_path, by_rank))
+    assert report.total.evaluation > 0.1 * report.total.total_s
+    assert "rarer_evaluation" not in {advice.rule for advice in report.advice}
+
+
+@pytest.mark.parametrize("has_buffers", [True, False])
+def test_only_broadcasts_of_buffers_are_to_be_left_out(tmp_path, has_buffers):
+    """Others broadcast in each step, too: Lightning sends 8 bytes."""
+    by_rank = [_with_broadcasts(events, has_buffers) for events in data_parallel(2, 80)]
+    report = gather(write_run(tmp_path, by_rank))
+    rules = {advice.rule for advice in report.advice}
+    assert ("no_buffer_broadcasts" in rules) is has_buffers
+
+
+def _with_broadcasts(events, has_buffers):
+    """Add a broadcast of 4,096 bytes to the end of each step, which takes 2 ms."""
+    made, shift_ns = [], 0
+    for event in events:
+        moved = dataclasses.replace(
+            event, begin_ns=event.begin_ns + shift_ns, end_ns=event.end_ns + shift_ns
+        )
+        if event.kind != Kind.STEP:
+            made.append(moved)
+            continue
+        begin_ns, end_ns = moved.end_ns, moved.end_ns + 2 * MS
+        given = {"step": event.step, "amount": 4096}
+        call = {**given, "sequence": 1000 + event.step, "group": "group 0", "members": (0, 1)}
+        made += [
+            Event(Kind.COLLECTIVE, begin_ns, end_ns, "broadcast", **call),
+            Event(Kind.WAIT, begin_ns, end_ns, "broadcast", **call),
+            dataclasses.replace(moved, end_ns=end_ns),
+        ]
+        if has_buffers:
+            made.append(Event(Kind.COUNTER, begin_ns, begin_ns, BUFFER_BYTES, **given))
+        shift_ns += 2 * MS
+    return made
 
 
 def test_a_missing_trace_makes_no_advice_of_communication(tmp_path):

@@ -58,7 +58,7 @@ class UnevenEvaluation:
     """Ranks that evaluate while the other ranks wait; seconds are per step, means over the loop.
 
     Attributes:
-        ranks: that evaluate longer than the others.
+        ranks: that evaluate; the others do not, or less than half as often.
         others: how many ranks wait for them.
         waiting_s: that each of the others waits, the mean over them.
     """
@@ -96,7 +96,8 @@ class Facts:
         reduced_bytes: that a rank gives to all-reduces.
         reduced_share: of the transfers of all collectives that all-reduces take, 0 to 1.
         missing_ranks: whether some ranks left no trace: waiting for them counts as communication.
-        broadcast_share: the same of broadcasts that are repeated in each step.
+        broadcast_share: the same of broadcasts of a model's buffers that DDP makes in each step.
+        evaluations: how many the run made, on the rank that made most.
         pipeline: how the ranks of a model in stages spend a batch; None without stages.
         bubble: why they idle.
         spilling: what a memory budget takes; None without one.
@@ -120,6 +121,7 @@ class Facts:
     reduced_bytes: float = 0.0
     reduced_share: float = 0.0
     broadcast_share: float = 0.0
+    evaluations: int = 0
     missing_ranks: bool = False
     pipeline: PipelineUse | None = None
     bubble: Bubble | None = None

@@ -16,8 +16,16 @@ from paceline.report.advice.facts import (
     working_s,
 )
 from paceline.report.compare import undisturbed_steps
+from paceline.trace.analysis.communication import size_classes_bytes
 from paceline.trace.analysis.host import HostTime
-from paceline.trace.format.events import LOADER_STAGES, LOADER_WORKERS, MAIN, Kind
+from paceline.trace.format.events import (
+    BUFFER_BYTES,
+    EVALUATION_SPAN,
+    LOADER_STAGES,
+    LOADER_WORKERS,
+    MAIN,
+    Kind,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +40,7 @@ if TYPE_CHECKING:
     from paceline.trace.format.files import RankTrace
 
 _EVALUATION, _WAITING = PHASES.index("evaluation"), PHASES.index("waiting")
-_EVALUATES = 0.5  # of the evaluation of the rank that evaluates longest, to be one of its kind
+_EVALUATES = 0.5  # of the evaluations of the rank that makes most, to be one that evaluates
 _EACH_STEP = 0.9  # broadcasts per step from which they are repeated in each
 
 
@@ -61,13 +69,15 @@ def gather_facts(
     by_node = Counter(trace.status.boot_id for trace in traces)
     threads = config.get("threads")
     threads = threads if isinstance(threads, int) else None
+    evaluations = [_evaluations(trace) for trace in traces]
     return Facts(
         steps=steps,
         step=step,
         undisturbed=_undisturbed(ranks, analysis.stragglers),
         stragglers=tuple(_straggler(analysis, late) for late in analysis.stragglers),
-        uneven_evaluation=uneven_evaluation(ranks, steps),
+        uneven_evaluation=uneven_evaluation(ranks, evaluations, steps),
         host_work=mean_times([rank.host for rank in ranks]),
+        evaluations=max(evaluations),
         checkpoints=max(_count(trace, Kind.CHECKPOINT, steps) for trace in traces),
         loader_workers=loader_workers(traces),
         loader_stages_s=_loader_stages_s(traces),
@@ -145,18 +155,29 @@ def _straggler(analysis: Analysis, late: Straggler) -> StragglerScope:
     )
 
 
-def uneven_evaluation(ranks: Sequence[RankPhases], steps: int) -> UnevenEvaluation | None:
+def _evaluations(trace: RankTrace) -> int:
+    """Return how many evaluations a rank made."""
+    spans = trace.events_of(Kind.EVALUATION)
+    if EVALUATION_SPAN not in trace.names:
+        return 0
+    return int((spans["name"] == trace.names.index(EVALUATION_SPAN)).sum())
+
+
+def uneven_evaluation(
+    ranks: Sequence[RankPhases], evaluations: Sequence[int], steps: int
+) -> UnevenEvaluation | None:
     """Return which ranks evaluate while the others wait for them; None if none does.
 
     In each step the others wait for the evaluation no longer than it exceeds their own.
 
     Args:
         ranks: phases of each rank.
+        evaluations: that each of them made; one that evaluates, too, is not waiting for others to.
         steps: that all ranks completed.
     """
     evaluation_s = np.array([rank.seconds[:steps, _EVALUATION] for rank in ranks])
-    totals_s = evaluation_s.sum(axis=1)
-    evaluates = totals_s > _EVALUATES * totals_s.max(initial=0.0)
+    counts = np.array(evaluations)
+    evaluates = counts > _EVALUATES * counts.max(initial=0)
     if not evaluates.any() or evaluates.all():
         return None
     waiting_s = np.array([rank.seconds[:steps, _WAITING] for rank in ranks])[~evaluates]
@@ -244,14 +265,28 @@ def _cores(machine: Machine | None) -> int:
     return next((device.cores for device in devices if device.kind == "cpu"), 0)
 
 
+def _buffer_classes(analysis: Analysis) -> set[int]:
+    """Return the size classes of broadcasts that are known to be of DDP's buffers."""
+    classes: set[int] = set()
+    for trace in analysis.trace.ranks:
+        if BUFFER_BYTES in trace.names:
+            counters = trace.events_of(Kind.COUNTER)
+            own = counters[counters["name"] == trace.names.index(BUFFER_BYTES)]
+            classes |= set(size_classes_bytes(np.unique(own["amount"])).tolist())
+    return classes
+
+
 def _communication(analysis: Analysis) -> dict[str, float]:
     """Return how the transfers of a run divide among all-reduces and repeated broadcasts."""
     total_s = sum(line.count * line.transfer_s for line in analysis.traffic)
     reduces = [line for line in analysis.traffic if line.operation == "all_reduce"]
+    classes = _buffer_classes(analysis)
     broadcasts = [
         line
         for line in analysis.traffic
-        if line.operation == "broadcast" and line.count >= _EACH_STEP * analysis.steps
+        if line.operation == "broadcast"
+        and line.count >= _EACH_STEP * analysis.steps
+        and line.size_class_bytes in classes
     ]
 
     def share(lines: Sequence[Traffic]) -> float:

@@ -474,8 +474,8 @@ def no_buffer_broadcasts(facts: Facts) -> Iterator[Advice]:
         action="Leaving each rank its own buffers, such as the statistics of batch norm "
         "(DistributedDataParallel(broadcast_buffers=False)), would save "
         f"{_of(transfer_s, facts.step.transfer)} of communication.",
-        evidence=f"Broadcasts in each step take {format_seconds(transfer_s)} that is not hidden by "
-        "computation.",
+        evidence="DDP's broadcasts of buffers in each step take "
+        f"{format_seconds(transfer_s)} that is not hidden by computation.",
     )
 
 
@@ -504,7 +504,7 @@ def rarer_checkpoints(facts: Facts) -> Iterator[Advice]:
 def rarer_evaluation(facts: Facts) -> Iterator[Advice]:
     """Propose to evaluate half as often."""
     spent_s = facts.step.evaluation
-    if spent_s <= 0:
+    if spent_s <= 0 or facts.evaluations < 2:
         return
     yield Advice(
         rule="rarer_evaluation",
@@ -513,7 +513,8 @@ def rarer_evaluation(facts: Facts) -> Iterator[Advice]:
         phase_s=spent_s,
         share=facts.share_of_steps(spent_s / 2),
         action=f"Evaluating half as often would save {_of(spent_s / 2, spent_s)} per step.",
-        evidence=f"Evaluation takes {format_share(spent_s / facts.step.total_s)} of the loop"
+        evidence=f"The run evaluated {facts.evaluations} times, which takes "
+        f"{format_share(spent_s / facts.step.total_s)} of the loop"
         f"{', the mean over ranks' if facts.ranks > 1 else ''}.",
     )
 

@@ -22,7 +22,7 @@ from paceline.trace.collectors.torch_groups import GroupRecord
 from paceline.trace.collectors.torch_hooks import RecordedKind, around
 from paceline.trace.collectors.torch_in_flight import ANY_SOURCE
 from paceline.trace.collectors.torch_internals import Capability
-from paceline.trace.format.events import COMPLETION_UNKNOWN, RECV, Kind
+from paceline.trace.format.events import BUFFER_BYTES, COMPLETION_UNKNOWN, MAIN, RECV, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -271,7 +271,7 @@ class CollectiveRecorder:
         autograd, they pass by our kernels: a kernel in Python costs 100 us amid a step.
         """
         original = dist._broadcast_coalesced  # noqa: SLF001  # what DDP calls
-        name = self.recorder.intern("broadcast")
+        name, buffers = self.recorder.intern("broadcast"), self.recorder.intern(BUFFER_BYTES)
 
         @functools.wraps(original)
         def broadcast(*args: Any, **kwargs: Any) -> Any:
@@ -289,6 +289,8 @@ class CollectiveRecorder:
             record = self.in_flight.groups.record_of(process_group)
             begin_ns = self.recorder.begin(int(Kind.WAIT))
             payload = operators.payload_of(tensors)
+            counted = (begin_ns, begin_ns, payload.size_bytes)
+            self.recorder.record(int(Kind.COUNTER), MAIN, buffers, *counted)
             self.in_flight.enter(name, record)
             issued = self.in_flight.issue(
                 *(Kind.COLLECTIVE, name, record, payload.size_bytes, begin_ns),

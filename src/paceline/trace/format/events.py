@@ -159,6 +159,8 @@ MAJOR_FAULTS, STORAGE_BYTES = "major_faults", "storage_bytes"
 STOPPED = "stopped"
 # A counter at an optimizer's first step: bytes of all parameters that optimizers have stepped.
 TRAINED_BYTES = "trained_parameter_bytes"
+# A counter at each broadcast of a model's buffers by DistributedDataParallel: their bytes.
+BUFFER_BYTES = "broadcast_buffer_bytes"
 # A counter when the script begins to iterate over a loader: its workers, which load ahead.
 LOADER_WORKERS = "loader_workers"
 # Counters of a step on a node that serves data, by the node's first rank: how much each count of
