@@ -77,12 +77,30 @@ def test_a_dataloader_s_stages_have_ceilings_and_its_slowest_is_named(tmp_path):
     assert loader_words(found) == (
         "With an infinitely fast loader a step would be 75 % shorter: its 2 workers deliver at "
         "most 1,600 samples/s, the steps would take 6,400 samples/s; the slowest stage is read and "
-        "decode, 30.0 ms of a batch (on no core for 80 % of it: it waited, as for storage; "
-        "--record-io tells reading from decoding)."
+        "decode, 30.0 ms of a batch (on no core for 80 % of it: it waited, as for storage, or "
+        "lacked a core; --record-io tells reading from decoding)."
     )
     names, rows = loader_rows(found)
     assert names[-3:] == ["all stages", "the run took", "without waiting for it"]
     assert rows[0] == ["30.0 ms", "2", "2,133 samples/s"]
+
+
+@pytest.mark.parametrize(
+    ("queued_ms", "said"),
+    [
+        (24, "it lacked a core for 80 % of it"),
+        (15, "it waited for 30 % of it, as for storage; it lacked a core for 50 % of it"),
+        (0.3, "it waited for 79 % of it, as for storage"),
+        (99, "it lacked a core for 80 % of it"),  # no more than it was on none
+    ],
+)
+def test_a_worker_that_lacked_a_core_did_not_wait_for_storage(tmp_path, queued_ms, said):
+    counts = torch_counts(
+        batches=1, samples=32, fetch=30 * MS, core=6 * MS, queued=queued_ms * MS, collate=10 * MS
+    )
+    found = ceiling_of(tmp_path, training(input_ms=15, work_ms=5, counts=counts))
+    told = loader_words(found)
+    assert f"30.0 ms of a batch ({said}; --record-io tells" in told
 
 
 def test_calls_for_files_tell_reading_from_decoding(tmp_path):

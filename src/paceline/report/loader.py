@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from paceline.trace.analysis.loader import LoaderCeiling
 
 HEADS = ("of a batch", "at once", "ceiling")
+_LEAST_TOLD = 0.05  # of what a data set does
 _NOTABLE = 0.05  # of a step; a loader that costs less is in tables alone
 
 
@@ -74,7 +75,13 @@ def _undivided(loader: LoaderCeiling) -> str:
     """Return what is known where reading and decoding could not be distinguished."""
     if not loader.is_undivided or loader.off_core is None:
         return ""
-    return (
-        f" (on no core for {format_share(loader.off_core)} of it: it waited, as for storage; "
-        "--record-io tells reading from decoding)"
-    )
+    told = "--record-io tells reading from decoding)"
+    if loader.queued is None:
+        off = format_share(loader.off_core)
+        return f" (on no core for {off} of it: it waited, as for storage, or lacked a core; {told}"
+    parts = []
+    if (waited := loader.off_core - loader.queued) >= _LEAST_TOLD:
+        parts.append(f"it waited for {format_share(waited)} of it, as for storage")
+    if loader.queued >= _LEAST_TOLD:
+        parts.append(f"it lacked a core for {format_share(loader.queued)} of it")
+    return f" ({'; '.join([*parts, told])}"

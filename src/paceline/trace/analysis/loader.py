@@ -92,6 +92,8 @@ class LoaderCeiling(Record):
         saving_s: by how much a step would be shorter with an infinitely fast loader, seconds.
         off_core: share of reading and decoding in which a worker of a DataLoader did not run: it
             waited for storage, for a lock, or for a core; None if that is not known.
+        queued: the part of `off_core` in which it was runnable and had no core; None if the kernel,
+            or a trace of before, does not say.
     """
 
     loader: int
@@ -107,6 +109,7 @@ class LoaderCeiling(Record):
     step_s: float
     saving_s: float
     off_core: float | None = None
+    queued: float | None = None
 
     @property
     def shorter(self) -> float:
@@ -168,7 +171,8 @@ def loader_ceiling(
         slowest=min(stages, key=lambda stage: stage.batches_per_s).stage,
         step_s=step_s,
         saving_s=saving_s,
-        off_core=_mean_off_core([own.off_core(number) for own in counts]),
+        off_core=_mean_share([own.off_core(number) for own in counts]),
+        queued=_mean_share([own.queued(number) for own in counts]),
     )
 
 
@@ -199,7 +203,7 @@ def _stage(name: str, seconds: list[float], workers: int) -> LoaderStage:
     return LoaderStage(stage=name, seconds=slowest_s, at_once=at_once, batches_per_s=ceiling)
 
 
-def _mean_off_core(shares: Sequence[float | None]) -> float | None:
+def _mean_share(shares: Sequence[float | None]) -> float | None:
     known = [share for share in shares if share is not None]
     return sum(known) / len(known) if known else None
 
@@ -284,6 +288,13 @@ class _Counts:
         if not fetch_s:
             return None
         return min(1.0, max(0.0, 1 - self._seconds("core", loader) / fetch_s))
+
+    def queued(self, loader: int) -> float | None:
+        """Return the share of what a data set does in which its worker lacked a core."""
+        off_core = self.off_core(loader)
+        if off_core is None or DATALOADER_COUNTERS["queued"] not in self._names:
+            return None
+        return min(off_core, self._seconds("queued", loader) / self._seconds("fetch", loader))
 
     def _seconds(self, stage: str, loader: int) -> float:
         return self._sum(DATALOADER_COUNTERS[stage], loader) / 1e9

@@ -13,6 +13,7 @@ from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors.torch_hooks import RecordedKind
 from paceline.trace.collectors.torch_workers import (
     FetchTimer,
+    QueuedClock,
     SharedTimes,
     Sum,
     WorkerLoop,
@@ -49,6 +50,8 @@ class LoaderRecorder:
         counted = dict(DATALOADER_COUNTERS)
         if files_clock() is None:
             del counted["files"]
+        if not QueuedClock.is_there():
+            del counted["queued"]
         self._names = {stage: recorder.intern(name) for stage, name in counted.items()}
 
     def install(self) -> None:

@@ -184,13 +184,15 @@ LOADER_STAGES = {
 LOADER_SAMPLES = "loader_samples"
 # Counters of a DataLoader of torch, with its number as their tag: by how much sums over its workers
 # grew since the last of them. Fetching is all that a data set does for a batch, of which the thread
-# ran on a core for `core`, and spent `files` in calls for files, where these are recorded; handing
-# over lasts from the end of a worker's batch, or of the loop's own work, until the loop has it.
+# ran on a core for `core`, was runnable without one for `queued` (where the kernel says so), and
+# spent `files` in calls for files, where these are recorded; handing over lasts from the end of a
+# worker's batch, or of the loop's own work, until the loop has it.
 DATALOADER_COUNTERS = {
     "batches": "dataloader_batches",
     "samples": "dataloader_samples",
     "fetch": "dataloader_fetch_ns",
     "core": "dataloader_fetch_core_ns",
+    "queued": "dataloader_fetch_queued_ns",
     "files": "dataloader_fetch_files_ns",
     "collate": "dataloader_collate_ns",
     "hand_over": "dataloader_hand_over_ns",
