@@ -66,6 +66,7 @@ def facts(draw):
         checkpoints=draw(st.integers(0, STEPS)),
         evaluations=draw(st.integers(0, STEPS)),
         loader_workers=draw(st.none() | st.integers(0, 16)),
+        loader_queued=draw(st.floats(0, 1)),
         loader_stages_s=draw(st.dictionaries(st.sampled_from([*AGAINST_STAGE]), SECONDS)),
         ranks=draw(st.integers(1, 64)),
         threads=draw(st.integers(1, 64)),
@@ -106,6 +107,8 @@ def test_two_workers_hide_what_fits_beside_the_rest_of_the_step():
     assert advice.action == "Two loader workers would hide all 18.0 ms of waiting for data."
     assert advice.share == pytest.approx(0.6)
     assert "its loader has no workers" in advice.evidence
+    # Workers that lack cores would take them from each other.
+    assert advise(_input(0.018, 0.012, loader_workers=2, loader_queued=0.5)) == ()
     # The CPU time of the ranks of the node bounds the step from below.
     (advice,) = advise(_input(0.018, 0.012, loader_workers=0, cores=2, cpu_s=0.036))
     assert advice.saving_s == pytest.approx(0.012)

@@ -86,6 +86,8 @@ class Facts:
         host_work: named work of the script, seconds of the whole run.
         checkpoints: how many the run wrote.
         loader_workers: of the loader that the script iterates over; None if that is not known.
+        loader_queued: share of what a data set does in which its worker lacked a core; 0 if that is
+            not known.
         loader_stages_s: seconds that the workers of the store's loader spent by stage, in the whole
             run, by name of the stage; empty for other loaders.
         ranks: on one node.
@@ -112,6 +114,7 @@ class Facts:
     host_work: tuple[HostTime, ...] = ()
     checkpoints: int = 0
     loader_workers: int | None = None
+    loader_queued: float = 0.0
     loader_stages_s: Mapping[str, float] = field(default_factory=dict)
     ranks: int = 1
     threads: int | None = None

@@ -80,6 +80,7 @@ def gather_facts(
         evaluations=max(evaluations),
         checkpoints=max(_count(trace, Kind.CHECKPOINT, steps) for trace in traces),
         loader_workers=loader_workers(traces),
+        loader_queued=(analysis.loader.queued or 0.0) if analysis.loader is not None else 0.0,
         loader_stages_s=_loader_stages_s(traces),
         ranks=max(by_node.values()),
         threads=threads,

@@ -27,6 +27,7 @@ LEAST_SHARE = 0.02  # of the loop
 LEAST_STEPS = 20  # of a run: fewer say too little about the next run
 MOST_ADVICE = 4
 BETWEEN_RANKS = frozenset({"waiting", "transfer"})  # phases that need the traces of all ranks
+_LACK_CORES = 0.2  # of what a data set does
 MOST_WORKERS = 8  # that one rank is advised to have
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
 
@@ -92,8 +93,11 @@ def loader_workers(facts: Facts) -> Iterator[Advice]:
 
     Workers that load a batch in `production_s` deliver one every `production_s / workers`; a step
     takes that or its own work, whichever is longer, and no less than the cores allow. One number of
-    workers is proposed for all steps, the one for those in which most is saved.
+    workers is proposed for all steps, the one for those in which most is saved. None is where those
+    that there are lack cores: more of them would take them from each other.
     """
+    if facts.loader_queued > _LACK_CORES:
+        return
     scopes = [late.scope for late in facts.stragglers if late.cause == "data"]
     if facts.undisturbed is not None:
         scopes.append(facts.undisturbed)
