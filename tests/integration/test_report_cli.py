@@ -32,8 +32,8 @@ def test_why_says_it_in_a_sentence(run):
     )
     assert advice[0] == (
         "What would help: Loading the next batch while the ranks compute would hide 9.0 of 19.0 ms "
-        "of waiting for data in steps 40 to 80. Saves up to 23 % of the loop. Of a step of 28.0 ms "
-        "rank 1 waits 19.0 ms for data."
+        "of waiting for data in steps 40 to 80. Saves up to 23 % of the loop. Of a mean step "
+        "of 28.0 ms rank 1 waits 19.0 ms for data."
     )
 
 

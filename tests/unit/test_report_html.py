@@ -648,7 +648,7 @@ def test_advice_stands_below_the_verdict_with_its_figures(tmp_path):
     text = " ".join(_Tags(render_html(gather(_run(tmp_path)))).texts)
     assert "What would help" in text
     assert "would hide 9.0 of 19.0 ms of waiting for data in steps 40 to 80." in text
-    assert "Of a step of 28.0 ms rank 1 waits 19.0 ms for data." in text
+    assert "Of a mean step of 28.0 ms rank 1 waits 19.0 ms for data." in text
 
 
 def test_a_cut_trace_is_said_before_the_verdict(tmp_path):

@@ -275,7 +275,7 @@ def _result(**changes):
 
 def test_the_summary_is_one_line():
     assert summary_line(_result(), Path("runs/one")) == (
-        "2 ranks, 40 steps of 12.4 ms, 25 % of the time waiting; folder: runs/one"
+        "2 ranks, 40 steps, median 12.4 ms, 25 % of the time waiting; folder: runs/one"
     )
     late = summary_line(_result(straggler=LATE), Path("runs/one"))
     assert "rank 1 was late in steps 200 to 400" in late

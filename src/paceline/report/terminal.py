@@ -74,7 +74,7 @@ def render_terminal(report: Report) -> Group:
     """Return what ``paceline report`` shows."""
     steps = "no step recorded"
     if report.steps:
-        steps = f"{plural(report.steps, 'step')} of {format_seconds(report.step_time_s)}"
+        steps = f"{plural(report.steps, 'step')}, median {format_seconds(report.step_time_s)}"
     parts: list[RenderableType] = [
         render_verdict(report),
         Text(

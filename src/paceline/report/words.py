@@ -72,7 +72,7 @@ def summary_line(result: RunResult, run: Path) -> str:
     parts.append(plural(result.world_size, "rank"))
     steps = min((rank.steps for rank in result.ranks), default=0)
     if steps:
-        parts.append(f"{plural(steps, 'step')} of {format_seconds(result.step_time_s)}")
+        parts.append(f"{plural(steps, 'step')}, median {format_seconds(result.step_time_s)}")
         total = mean_breakdown(result)
         if result.world_size > 1 and total.total_s > 0:
             parts.append(f"{format_share(total.waiting / total.total_s)} of the time waiting")

@@ -116,7 +116,7 @@ def loader_workers(facts: Facts) -> Iterator[Advice]:
         share=facts.share(saved_s),
         action=f"{_workers_action(facts, workers)} would hide {_of(saving_s, best.step.input)} of "
         f"waiting for data{best.words and ' ' + best.words}{_beyond_cores(facts, workers)}.",
-        evidence=f"Of a step of {format_seconds(best.step.total_s)} {whose} "
+        evidence=f"Of a mean step of {format_seconds(best.step.total_s)} {whose} "
         f"{format_seconds(best.step.input)} for data{_workers_words(facts.loader_workers)}.",
     )
 

@@ -59,7 +59,7 @@ def key_figures(report: Report) -> str:
     total = report.total
     wall_s = total.total_s
     low, high = _step_range_s(report)
-    spread = f"{format_seconds(low, 2)} to {format_seconds(high, 2)} in 9 of 10 steps"
+    spread = f"median; {format_seconds(low, 2)} to {format_seconds(high, 2)} in 9 of 10 steps"
     items = [
         ("Step time", format_seconds(report.step_time_s), spread if report.steps else "no step"),
         ("Ranks", f"{report.world_size:,}", _missing_words(report)),
