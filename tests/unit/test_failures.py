@@ -43,6 +43,19 @@ def test_the_first_to_raise_failed_first(tmp_path):
     )
 
 
+@pytest.mark.parametrize(("step", "command"), [(0, "python x.py --a"), (0, ""), (3, "python x.py")])
+def test_one_rank_that_fails_at_its_start_may_be_one_that_torchruns_variables_mislead(
+    tmp_path, step, command
+):
+    exits = (RankExit(rank=0, code=1),)
+    failure = Failure(rank=0, error=RAISED, step=step)
+    with pytest.raises(ScriptFailed) as caught:
+        raise_failure(tmp_path, "x.py", exits, failure, command)
+    told = "RANK and WORLD_SIZE" in caught.value.fix
+    assert told is (step == 0 and bool(command))
+    assert caught.value.fix.endswith(f"paceline record -- {command}" if told else str(tmp_path))
+
+
 WORKER = {"name": "a loader worker", "signal": "SIGKILL", "code": 0, "by_oom": False}
 
 

@@ -210,9 +210,21 @@ def exit_code(exits: tuple[RankExit, ...], failure: Failure | None) -> int:
 
 
 def raise_failure(
-    run: Path, program: str, exits: tuple[RankExit, ...], failure: Failure | None
+    run: Path,
+    program: str,
+    exits: tuple[RankExit, ...],
+    failure: Failure | None,
+    command: str = "",
 ) -> None:
     """Raise the error for the exits of a run; do nothing if every rank succeeded.
+
+    Args:
+        run: the run's folder.
+        program: the name of what its ranks execute.
+        exits: of its ranks.
+        failure: that came first.
+        command: by which the program of a run of one rank is started without RANK and WORLD_SIZE;
+            empty where that is no question.
 
     Raises:
         Interrupted: a signal stopped the launcher.
@@ -236,7 +248,7 @@ def raise_failure(
             fix="Start it again: it goes on from its checkpoint",
         )
     if failure is not None:
-        raise _loss(run, failure) or _script_failure(run, program, failure)
+        raise _loss(run, failure) or _script_failure(run, program, failure, command)
 
 
 def _preempted(exits: tuple[RankExit, ...]) -> bool:
@@ -285,7 +297,7 @@ def _loss(run: Path, failure: Failure) -> PacelineError | None:
     return None
 
 
-def _script_failure(run: Path, program: str, failure: Failure) -> ScriptFailed:
+def _script_failure(run: Path, program: str, failure: Failure, command: str) -> ScriptFailed:
     if failure.error.startswith((LEFT_EARLY, LEFT_SILENTLY)):
         return ScriptFailed(
             f"rank {failure.rank} {failure.error}",
@@ -302,12 +314,18 @@ def _script_failure(run: Path, program: str, failure: Failure) -> ScriptFailed:
     has_traceback = any(
         report["traceback"] and int(report["rank"]) == failure.rank for report in read_reports(run)
     )
+    alone = ""
+    if command and failure.step == 0:
+        alone = (
+            ". If the script goes another way where RANK and WORLD_SIZE are set, as by torchrun: "
+            f"paceline record -- {command}"
+        )
     return ScriptFailed(
         f"rank {failure.rank} failed first, in step {failure.step} ({failure.phase})",
         where=program,
         why=failure.error,
         fix=f"See {'the traceback above' if has_traceback else 'what the rank printed'}, and the "
-        f"steps before it: paceline report {run}",
+        f"steps before it: paceline report {run}{alone}",
     )
 
 

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -151,8 +152,15 @@ def _run(
             signal_name = interrupted.signal if interrupted else ""
             end = JobEnd(exit_code=result.exit_code, signal=signal_name, failure=failure)
             rendezvous.announce(end)
-    raise_failure(job.run_folder, job.program.name, exits, failure)
+    raise_failure(job.run_folder, job.program.name, exits, failure, _command_alone(job))
     return result
+
+
+def _command_alone(job: PreparedJob) -> str:
+    """Return how Python starts a run's program by itself; empty for several ranks, or no Python."""
+    if job.ranks > 1 or job.program.kind is ProgramKind.EXECUTABLE:
+        return ""
+    return shlex.join(["python", *job.program.command[1:], *job.args])
 
 
 def _rendezvous(job: PreparedJob, clock: Clock, served: _Served) -> TaskRendezvous:
