@@ -1,6 +1,8 @@
 """Slurm's, Open MPI's and MPICH's environments as they are, and as they should not be."""
 
 import doctest
+import os
+import pty
 
 import pytest
 from hypothesis import given
@@ -70,6 +72,23 @@ def test_a_batch_script_and_an_interactive_shell_start_ranks_by_themselves(step)
     environ = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     del environ["SLURM_STEP_ID"]
     assert detect({**environ, **({"SLURM_STEP_ID": step} if step else {})}) is None
+
+
+def test_a_shell_at_a_terminal_in_a_step_starts_ranks_by_itself():
+    """The other tasks of `srun -n 2 --pty bash` have ended: to wait for them is in vain."""
+    pid, terminal = pty.fork()
+    if pid == 0:  # a session of its own, as the shell's; this process leads it
+        codes = []
+        for is_command in (False, True):
+            child = os.fork()
+            if child == 0:
+                if is_command:  # a shell with job control gives each one a process group
+                    os.setpgid(0, 0)
+                os._exit(0 if (detect(SLURM) is None) is is_command else 1)
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        os._exit(any(codes))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    os.close(terminal)
 
 
 def test_openmpi():

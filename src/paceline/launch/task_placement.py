@@ -140,7 +140,8 @@ def _slurm(environ: Mapping[str, str]) -> TaskPlacement | None:
     # A batch script or an interactive shell has tasks, but starts them by itself.
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return None
-    if int(environ["SLURM_STEP_ID"]) >= _FIRST_SPECIAL_STEP:
+    is_special = int(environ["SLURM_STEP_ID"]) >= _FIRST_SPECIAL_STEP
+    if is_special or _is_below_a_shell_at_a_terminal():
         return None
     world_size = int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"])
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
@@ -155,6 +156,18 @@ def _slurm(environ: Mapping[str, str]) -> TaskPlacement | None:
         first_host=first_host(environ.get("SLURM_STEP_NODELIST", "")),
         job_name=f"slurm-{environ.get('SLURM_JOB_ID', '0')}.{environ['SLURM_STEP_ID']}",
     )
+
+
+def _is_below_a_shell_at_a_terminal() -> bool:
+    """Return whether a person's shell started this process, as within ``srun --pty bash``.
+
+    The other tasks of such a step have ended. srun gives a terminal to one task, with ``--pty``; a
+    shell with job control gives each of its commands a process group, and leads the session itself.
+    """
+    try:
+        return os.isatty(0) and os.getpgid(0) != os.getsid(0)
+    except OSError:  # the leader is of another namespace
+        return False
 
 
 def _tasks_on_node(per_node: str, node: int, world_size: int) -> int:

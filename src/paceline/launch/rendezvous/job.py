@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import secrets
 import uuid
 from typing import TYPE_CHECKING, Self
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from paceline.launch.rendezvous.root import AllEnded, Deadlines
     from paceline.launch.task_placement import TaskPlacement
 
+_LOG = logging.getLogger(__name__)
+_TELL_S = 5.0  # how long tasks may take to arrive before it is said that they are waited for
 _POLL_INTERVAL_S = 0.25  # the longest wait between two checks for stop signals
 _LEAVE_S = 3.0  # how long leaving may take, to send the last message
 
@@ -144,13 +148,28 @@ class TaskRendezvous:
             RankLost: a task failed before all had arrived.
         """
         client = self._client
+        told_s = self._clock.now_s() + _TELL_S
         while client.start_info is None:
             if client.leave is not None and client.leave.problem:
                 raise self._without_rank_0(client.leave.problem)
             if client.stop_reason:
                 raise self._stopped_before_start()
+            if self._server is not None and self._clock.now_s() >= told_s:
+                told_s = math.inf
+                _LOG.warning("%s", self._waits_words())
             self._wait(client.changed)
         return client.start_info
+
+    def _waits_words(self) -> str:
+        """Return for what this launcher waits, and for how long at most."""
+        count, noun = self._task.task_count, self._task.noun
+        words = f"waits for all of {count} {noun}s, "
+        words += f"{self._deadlines.rendezvous_timeout_s:g} s at most"
+        if self._task.source == "slurm":
+            words += (
+                "; in a shell of a Slurm step, whose other tasks have ended: unset SLURM_STEP_ID"
+            )
+        return words
 
     def stop_reason(self) -> str:
         """Return why this task's rank is to end; empty while it may go on."""
