@@ -50,6 +50,10 @@ GPUS = ProgramOutput(out="GPU 0: H100 (UUID: a)\nGPU 1: H100 (UUID: b)\n")
         (doctor.check_torch(TorchAnswer(facts=None, problem="libgomp")), "fail", "libgomp"),
         (doctor.check_torch(ON_CPU), "ok", "gloo"),
         (doctor.check_torch(WITHOUT_BACKEND), "fail", "no backend"),
+        (doctor.check_interface("", "lo"), "ok", "lo can be bound"),
+        (doctor.check_interface("", ""), "ok", "the host's name can be bound"),
+        (doctor.check_interface("ib0 is not here", "ib0"), "fail", "ib0 is not here"),
+        (doctor.check_interface("node1 has no address", ""), "warn", "node1 has no address"),
         (doctor.check_mpi(ProgramOutput(out=None), True), "ok", "not installed"),
         (doctor.check_mpi(ProgramOutput(out="mpirun (Open MPI) 5\nx"), False), "ok", "Open MPI"),
         (

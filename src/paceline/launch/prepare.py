@@ -14,6 +14,7 @@ from paceline.core.affinity import allowed_cores
 from paceline.core.allocator import AllocatorSetting, allocator_setting
 from paceline.core.config import Resolved, environment, resolve
 from paceline.core.errors import Missing, UsageError
+from paceline.core.interfaces import GLOO_INTERFACE, gloo_problem
 from paceline.core.plan_file import PlanFile
 from paceline.launch.budget.budget import CpuBudget
 from paceline.launch.budget.choice import NodeCores, budget_words, node_budget
@@ -143,12 +144,16 @@ class PreparedJob:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know of the settings in effect, a line each."""
-        budget = (f"budget {budget_words(self.budget)}",) if self.budget else ()
+        said = [self.allocator.note]
+        if self.budget:
+            said.append(f"budget {budget_words(self.budget)}")
+        environ = environment()
+        if environ.get(GLOO_INTERFACE) and (problem := gloo_problem(environ)):
+            said.append(f"gloo will fail: {problem}")
         if self.collectives == "torch":
-            return (self.allocator.note, *budget)
+            return tuple(said)
         return (
-            self.allocator.note,
-            *budget,
+            *said,
             "collectives paceline (in place of gloo, and where the script names no backend)",
         )
 

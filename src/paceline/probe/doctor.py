@@ -19,6 +19,7 @@ from paceline.core import node
 from paceline.core.affinity import allowed_cores
 from paceline.core.config import environment
 from paceline.core.errors import DeadlineExceeded, NotFound, PacelineError, WorkerFailed
+from paceline.core.interfaces import GLOO_INTERFACE, gloo_problem
 from paceline.core.record import Record
 from paceline.core.worker_process import WorkerCall, call
 from paceline.probe.protocol import TorchFacts, TorchRequest
@@ -130,6 +131,7 @@ def diagnose(
         check_shared_memory(_free_bytes(root / "dev/shm")),
         check_folder(mount.kind if mount else "unknown", folder),
         check_torch(torch),
+        check_interface(gloo_problem(environ), environ.get(GLOO_INTERFACE, "")),
         check_mpi(run(["mpirun", "--version"], PROGRAM_DEADLINE_S), _installed("mpi4py")),
         check_slurm(run(["sinfo", "--version"], PROGRAM_DEADLINE_S), environ),
         check_gpu(run(["nvidia-smi", "-L"], PROGRAM_DEADLINE_S), torch),
@@ -260,6 +262,19 @@ def check_torch(answer: TorchAnswer) -> Finding:
         fix = "Install a torch that was built with distributed support"
         return Finding(topic="torch", status="fail", what=what, fix=fix)
     return Finding(topic="torch", status="ok", what=what)
+
+
+def check_interface(problem: str, given: str) -> Finding:
+    """Judge the network interface by which ranks reach each other with gloo."""
+    if not problem:
+        what = f"{given} can be bound" if given else "the host's name can be bound"
+        return Finding(topic="gloo", status="ok", what=what)
+    return Finding(
+        topic="gloo",
+        status="fail" if given else "warn",
+        what=problem,
+        fix=f"Set {GLOO_INTERFACE} to an interface that `ip addr` lists; one host needs none",
+    )
 
 
 def check_mpi(answer: ProgramOutput, bindings: bool) -> Finding:
