@@ -107,7 +107,7 @@ def test_diagnose_asks_once_about_each_topic(tmp_path):
         tmp_path, root=tmp_path, run=run, ask_torch=lambda: ON_CPU, environ={}
     )
     topics = [finding.topic for finding in findings]
-    assert len(set(topics)) == len(topics) == 9
+    assert len(set(topics)) == len(topics) == 10
     assert len(asked) == len(set(asked)) == 4
     assert not [finding for finding in findings if finding.status == "fail"]
 

@@ -15,6 +15,7 @@ import click
 
 import paceline
 from paceline.cli.lazy import LazyGroup
+from paceline.cli.other_names import meant_by
 from paceline.cli.streams import accept_any_text
 from paceline.core.errors import PacelineError, StorageError
 
@@ -46,7 +47,7 @@ VERBS = {
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Start with: paceline demo. Exit codes: docs/reference/exit-codes.md",
 )
-@click.version_option(paceline.__version__, prog_name="paceline")
+@click.version_option(paceline.__version__, "-V", "--version", prog_name="paceline")
 def app() -> None:
     """Measure, predict and fix what holds distributed deep learning back."""
 
@@ -55,6 +56,7 @@ def main() -> None:
     """Run the command line and exit with its code (docs/reference/exit-codes.md)."""
     accept_any_text()
     try:
+        sys.argv[1:] = meant_by(sys.argv[1:])
         code = app.main(prog_name="paceline", standalone_mode=False)
         sys.stdout.flush()  # at interpreter exit a failure could not be reported
     except PacelineError as error:

@@ -28,7 +28,15 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
               mpirun -n 4 paceline run -- ./program
 """,
 )
-@click.option("-n", "--ranks", type=int, help="Ranks on each node [default: 1].")
+@click.option(
+    "-n",
+    "--ranks",
+    "--nproc-per-node",
+    "--nproc_per_node",
+    "ranks",
+    type=int,
+    help="Ranks on each node [default: 1].",
+)
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as for python -m.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for the files of the run.")
 @click.option("--record/--no-record", default=None, help="Record traces [default: yes].")
