@@ -4,7 +4,8 @@ Times are microseconds on the run's one clock, from 0. Events of a thread are ne
 wants them on one track. Collectives and messages overlap, so those in flight at the same time
 get tracks of their own. The text is produced in chunks, since it may be larger than memory.
 
-An arrow leads from each send to its receive.
+An arrow leads from each send to its receive. A step is called ``ProfilerStep#N``, as torch's own
+profiler calls it.
 
 Format: Trace Event Format, Google, 2016 (phases X, M, C, s and f).
 """
@@ -163,13 +164,23 @@ def _rank_events(
             "tid": track,
             "ts": _microseconds(begin_ns),
             "dur": _microseconds(end_ns - begin_ns),
-            "name": rank.names[event["name"]] or kind.name.lower(),
+            "name": _name(rank, event, kind),
             "cat": kind.name.lower(),
             "args": _arguments(rank, event),
         }
         if (flow := flows.get(row)) is not None:
             at_ns = min(max(flow.at_ns - start_ns, begin_ns), end_ns)
             yield _flow(rank.rank, track, flow, _microseconds(at_ns))
+
+
+def _name(rank: RankTrace, event: np.void, kind: Kind) -> str:
+    """Return the name of an event; that of a step is what torch's profiler calls it.
+
+    Tools for its traces, such as HTA, find the steps by it.
+    """
+    if kind is Kind.STEP:
+        return f"ProfilerStep#{int(event['step'])}"
+    return rank.names[event["name"]] or kind.name.lower()
 
 
 def _is_own_track(rank: RankTrace, location: int) -> bool:
