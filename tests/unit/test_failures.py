@@ -3,13 +3,14 @@
 import json
 
 import pytest
-from support.traces import Event, write_run
+from support.traces import Event, write_run, write_trace
 
 from paceline.core.errors import Interrupted, Preempted, RankLost, ScriptFailed
 from paceline.core.processes import StopRequested
 from paceline.launch.exits import RankExit, exit_of, explaining_exits, interrupted_exit
 from paceline.launch.failures import exit_code, first_failure, first_traceback, raise_failure
 from paceline.native import Recorder
+from paceline.report.words import failure_words
 from paceline.runs.result import Failure
 from paceline.trace.format.events import Kind
 from paceline.trace.format.files import trace_name
@@ -281,6 +282,29 @@ def test_a_rank_that_hangs_is_the_culprit_of_a_timeout(tmp_path, phase, culprit)
         assert caught.value.where == "step 1, phase forward"
         assert "--hang-timeout" in caught.value.fix
     recorder.close()
+
+
+@pytest.mark.parametrize(("last_s", "code"), [(7, 1), (3, 5)])
+def test_a_rank_that_worked_for_longer_than_the_timeout_did_not_hang(tmp_path, last_s, code):
+    """It evaluates alone: its passes are in its trace until the other rank gives up."""
+    error = "RuntimeError('[gloo/transport/tcp/buffer.cc:72] Timed out waiting 8000ms for recv')"
+    report(tmp_path, 0, 100, error, "backward")
+    waited = Event(Kind.WAIT, 0, 8 * 10**9, "all_reduce")
+    write_trace(tmp_path / "trace" / trace_name(0), 0, 2, [waited])
+    passes = [Event(Kind.EVALUATION, s * 10**9, (s + 1) * 10**9) for s in range(last_s)]
+    write_trace(tmp_path / "trace" / trace_name(1), 1, 2, passes)
+    exits = explaining_exits(
+        [exit_of(0, 1, at_s=10.0), exit_of(1, -9, stopped=True, at_s=13.0)], ()
+    )
+    failure = first_failure(tmp_path, exits)
+    assert failure.rank == 1
+    assert exit_code(exits, failure) == code
+    with pytest.raises(ScriptFailed if code == 1 else RankLost) as caught:
+        raise_failure(tmp_path, "train.py", exits, failure)
+    if code == 1:
+        assert caught.value.what == "rank 1 worked for longer than the timeout of the process group"
+        assert "timeout=" in caught.value.fix
+        assert "worked for longer than the group's timeout" in failure_words(failure)
 
 
 def test_ranks_that_ask_to_be_started_again_were_preempted(tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from paceline.core.errors import (
     DeadlineExceeded,
     Interrupted,
@@ -20,8 +22,8 @@ from paceline.launch.summary import place_of, trace_statuses
 from paceline.runs.folder import RunFolder
 from paceline.runs.hang import HANG_NAME, Hang
 from paceline.runs.result import Failure
-from paceline.trace.format.events import Kind
-from paceline.trace.format.files import read_status, trace_name
+from paceline.trace.format.events import MAIN, Kind
+from paceline.trace.format.files import read_status, read_trace, trace_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,6 +37,7 @@ LEFT_EARLY = "left with exit code 0"
 LEFT_SILENTLY = "left without an exception"  # below a launcher that does not tell exit codes
 UNCLOSED = "ended without closing its trace: it was killed, or left by os._exit"
 HUNG = "hung"
+WORKED = "worked"  # for longer than others wait
 MISMATCHED = "called another collective than the other ranks"
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 # Words in the traceback of a rank that lost a peer: errors of gloo, NCCL and torch's own store.
@@ -44,6 +47,10 @@ LOST_A_PEER = re.compile(
     r"|RankLost: rank \d+ is gone"
 )
 _MISMATCH = "CollectiveMismatch: "  # as Paceline's backend raises it on all ranks
+_WORK = (  # what a rank records when it ends; a rank that is blocked in one of them records nothing
+    *(Kind.INPUT, Kind.COPY, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER),
+    *(Kind.CHECKPOINT, Kind.EVALUATION, Kind.HOST),
+)
 _TIMED_OUT = re.compile(r"[Tt]imed out|[Tt]imeout")
 
 
@@ -54,9 +61,10 @@ def first_failure(run: Path, exits: tuple[RankExit, ...]) -> Failure | None:
     a rank that raises breaks them, too, but its failure report carries the time at which it raised.
     A rank that leaves with exit code 0 breaks them as well: if all that raised lost a peer, and no
     rank was killed, the first rank to leave is the cause; if they lost it to a timeout, a rank that
-    hangs is. The death of a child process comes before what its parent raises, and that before what
-    ranks raise that lost a peer, whoever noticed first. A signal counts only if it ended a rank
-    before any other rank failed, unless it is a crash: launchers end ranks by signals.
+    hangs is, or one that worked for longer than that. The death of a child process comes before
+    what its parent raises, and that before what ranks raise that lost a peer, whoever noticed
+    first. A signal counts only if it ended a rank before any other rank failed, unless it is a
+    crash: launchers end ranks by signals.
 
     Args:
         run: the run's folder.
@@ -183,9 +191,30 @@ def _hung(run: Path, reports: list[dict[str, Any]], exits: tuple[RankExit, ...])
     for status in trace_statuses(run):
         if status.rank not in known and status.phase is not Kind.WAIT:
             step, phase = _place(run, status.rank)
-            error = f"{HUNG}: rank {reports[0]['rank']} waited for it until the timeout"
+            victim = int(reports[0]["rank"])
+            what = WORKED if _worked(run, status.rank, victim) else HUNG
+            error = f"{what}: rank {victim} waited for it until the timeout"
             return Failure(rank=status.rank, step=step, phase=phase, error=error)
     return None
+
+
+def _worked(run: Path, rank: int, victim: int) -> bool:
+    """Return whether a rank recorded work in the second half of another one's last wait.
+
+    Of ranks of one node, whose traces have one clock; a rank that computes in one call for so long
+    records nothing.
+    """
+    try:
+        own, waiting = (read_trace(run / "trace" / trace_name(number)) for number in (rank, victim))
+    except (PacelineError, OSError):
+        return False
+    waits = waiting.events_of(Kind.WAIT)
+    if own.status.boot_id != waiting.status.boot_id or not len(waits):
+        return False
+    last = waits[int(waits["end_ns"].argmax())]
+    half_ns = (int(last["begin_ns"]) + int(last["end_ns"])) // 2
+    work = own.events[(own.events["location"] == MAIN) & np.isin(own.events["kind"], _WORK)]
+    return bool((work["end_ns"] > half_ns).any())
 
 
 def _place(run: Path, rank: int) -> tuple[int, str]:
@@ -310,6 +339,14 @@ def _script_failure(run: Path, program: str, failure: Failure, command: str) -> 
             f"{failure.child} of rank {failure.rank} ended with {failure.error}",
             where=f"{program}, in step {failure.step} ({failure.phase})",
             fix=f"See what it printed, and the steps before it: paceline report {run}",
+        )
+    if failure.error.startswith(WORKED):
+        return ScriptFailed(
+            f"rank {failure.rank} worked for longer than the timeout of the process group",
+            where=f"{program}, step {failure.step} ({failure.phase})",
+            why=failure.error.partition(": ")[2],
+            fix="Give the group a longer one, init_process_group(timeout=timedelta(...)), or all "
+            "ranks a part of that work",
         )
     has_traceback = any(
         report["traceback"] and int(report["rank"]) == failure.rank for report in read_reports(run)

@@ -255,6 +255,8 @@ def failure_words(failure: Failure) -> str:
     if failure.child:
         return f"{who} ended with {failure.error} {where}."
     kind, _, detail = failure.error.partition(": ")  # as launch.failures writes them
+    if kind == "worked":
+        return f"Rank {failure.rank} worked for longer than the group's timeout {where}: {detail}."
     if kind == "hung":
         return f"Rank {failure.rank} hung {where}: {detail}."
     if kind.startswith("left with"):  # exit code 0, or "without an exception"
