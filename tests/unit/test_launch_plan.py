@@ -157,6 +157,8 @@ def test_a_plan_written_by_hand_is_taken(tmp_path):
 def test_a_file_that_is_no_plan_is_refused_with_its_place(tmp_path):
     path = tmp_path / "plan.json"
     for text, words in (
+        ("{}", "this is no plan"),
+        ('{"version": 1}', "this is no plan"),
         ("{", "not valid JSON"),
         ("[]", "must be a JSON object"),
         ('{"plan": {"threads": 0}}', "threads"),

@@ -27,6 +27,14 @@ def test_the_run_that_was_started_last_is_taken(tmp_path):
     assert newest_run(tmp_path) == old
 
 
+def test_a_run_that_recorded_nothing_is_taken_only_where_there_is_no_other(tmp_path):
+    empty = _run(tmp_path / "paceline-runs" / "mistyped", 2_000)
+    assert newest_run(tmp_path) == empty
+    mine = _run(tmp_path / "mine", 1_000)
+    (mine / "trace" / "rank-00000.trace").touch()
+    assert newest_run(tmp_path) == mine
+
+
 def test_inside_a_run_that_run_is_taken(tmp_path):
     assert newest_run(_run(tmp_path / "mine", 1_000)) == tmp_path / "mine"
 

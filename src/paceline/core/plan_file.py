@@ -67,6 +67,13 @@ def load_plan_file(path: Path) -> PlanFile:
     ):  # an Estimate, as earlier versions of `paceline plan --out` wrote
         estimate = Estimate.from_json(data, where=where)
         return PlanFile(plan=estimate.plan, estimate=estimate)
+    if isinstance(data, dict) and not data.keys() - {"version"}:  # of which a Plan has no field
+        raise ConfigError(
+            "this is no plan",
+            where=where,
+            why="it has none of a plan's fields",
+            fix="Make one: paceline plan ... --out plan.json",
+        )
     if isinstance(data, dict) and "plan" not in data:
         return PlanFile(plan=Plan.from_json(data, where=where))
     return PlanFile.from_json(data, where=where)
