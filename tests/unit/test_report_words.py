@@ -227,6 +227,9 @@ def test_ranks_without_a_common_collective_are_named_so():
 
 def test_a_run_without_steps_says_why_nothing_can_be_said():
     assert "paceline.step()" in _verdict(steps=0)
+    ended = _verdict(steps=0, was_ended=True)
+    assert ended.startswith("The run was ended before a step was recorded")
+    assert "calls no optimizer" not in ended
     killed = Failure(rank=1, signal="SIGKILL", step=11)
     assert "before its steps were written" in _verdict(steps=0, failure=killed)
     assert "paceline.step()" in _verdict(steps=0, failure=Failure(rank=1, error="x"))

@@ -271,6 +271,7 @@ def gather(run: Path, *, in_detail: bool = False, question: RemedyQuestion | Non
     )
     pipeline = analysis.pipeline
     bubble = bubble_of(pipeline) if pipeline else None
+    was_ended = state in (RunState.STOPPED, RunState.LAUNCHER_KILLED)
     words = verdict(
         stragglers,
         world_size=trace.world_size,
@@ -281,6 +282,7 @@ def gather(run: Path, *, in_detail: bool = False, question: RemedyQuestion | Non
         most_late_rank=_most_late_rank(trace, skew_s),
         missing=trace.missing_ranks,
         pipeline=pipeline_words(pipeline, bubble),
+        was_ended=was_ended,
     )
     gaps = gap_words(
         analysis.untimed_count, analysis.matches.mismatch_count, analysis.trace.violations
@@ -288,7 +290,6 @@ def gather(run: Path, *, in_detail: bool = False, question: RemedyQuestion | Non
     cut = cut_words(trace.ranks, steps, failed=failure is not None)
     rule = STEP_RULES[StepRule(analysis.step_rule)]
     # A run may do much after its last step and come to its end; a failure has its own sentence.
-    was_ended = state in (RunState.STOPPED, RunState.LAUNCHER_KILLED)
     hung = unfinished_words(trace.ranks, step_time_s(analysis.phases)) if was_ended else ""
     spilled = spilling(result, None)
     step = planned_step(folder, spilled.rank) if spilled else None

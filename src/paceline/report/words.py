@@ -54,6 +54,10 @@ STEP_RULES = {
     StepRule.NONE: "",
 }
 _NOT_WRITTEN = "A rank ended before its steps were written, so nothing is known about stragglers."
+_ENDED_BEFORE = (
+    "The run was ended before a step was recorded, so nothing is known about stragglers. If the "
+    "loop had taken steps by then, call paceline.step() once per iteration to mark them."
+)
 _NONE_COMPLETED = (
     "No step was recorded before, so nothing is known about stragglers. If the loop had taken "
     "steps by then, call paceline.step() once per iteration to mark them."
@@ -118,6 +122,7 @@ def verdict(  # noqa: PLR0913  # a keyword for each thing that a sentence is abo
     most_late_rank: int | None = None,
     missing: tuple[int, ...] = (),
     pipeline: str = "",
+    was_ended: bool = False,
 ) -> str:
     """Return the verdict on a run: one or two sentences, preceded by its failure if it failed.
 
@@ -132,6 +137,7 @@ def verdict(  # noqa: PLR0913  # a keyword for each thing that a sentence is abo
         missing: ranks that left no trace; nothing is known about them, nor about ranks that waited
             for them.
         pipeline: why the ranks of a model in stages idle, from `pipeline_words`.
+        was_ended: whether somebody ended the run.
     """
     sentences = [] if failure is None else [failure_words(failure)]
     if missing:
@@ -141,7 +147,7 @@ def verdict(  # noqa: PLR0913  # a keyword for each thing that a sentence is abo
             sentences.append(f"What is called communication may include waiting for {whom}.")
     if not steps:
         if failure is None:
-            sentences.append(_NO_STEP)
+            sentences.append(_ENDED_BEFORE if was_ended else _NO_STEP)
         else:
             sentences.append(_NOT_WRITTEN if failure.step else _NONE_COMPLETED)
     elif stragglers:
