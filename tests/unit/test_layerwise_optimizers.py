@@ -379,7 +379,7 @@ def test_impossible_values_are_refused(make, named):
 def test_lamb_on_float16_weights_is_refused():
     weight = nn.Parameter(torch.ones(2, 2, dtype=torch.float16))
     weight.grad = torch.full_like(weight, 1e-5)
-    with pytest.raises(UsageError, match=r"float16.*Keep the weights in float32"):
+    with pytest.raises(UsageError, match=r"float16.*Keep them in float32"):
         LAMB([weight]).step()
     assert torch.equal(weight, torch.ones_like(weight))
 

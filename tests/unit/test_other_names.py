@@ -8,6 +8,7 @@ from click.testing import CliRunner
 
 from paceline.cli import app, other_names
 from paceline.cli.other_names import ALIASES, QUESTIONS, meant_by
+from paceline.core.errors import UsageError
 
 
 def command_of(words):
@@ -35,8 +36,9 @@ def test_a_guess_is_no_command_and_means_one(guess):
 def test_names_with_several_meanings_name_commands_that_exist():
     for name, answer in QUESTIONS.items():
         assert command_of([name]) is None
-        with pytest.raises(click.UsageError, match=f"No such command '{name}'"):
+        with pytest.raises(UsageError, match=f"there is no command '{name}'") as caught:
             meant_by([name, "x"])
+        assert caught.value.fix == answer
         for part in answer.split("paceline ")[1:]:
             words = [word.strip(".,") for word in part.split()]
             assert command_of(words[:1]) is not None, (name, words)

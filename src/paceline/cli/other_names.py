@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import click
+from paceline.core.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +55,7 @@ _SAME_IN_GROUPS = {
         "stats": "summary info show",
     },
 }
-# Names with several meanings: the answer to them, after "No such command".
+# Names with several meanings: the answer to each of them.
 QUESTIONS = {
     "status": "Of a run: paceline report RUN. Of a queue: paceline queue ls. Of the data on this "
     "node: paceline store status.",
@@ -98,7 +98,7 @@ def meant_by(words: Sequence[str]) -> list[str]:
     (['trace', 'compare', 'A', 'B'], ['queue', 'ls'], ['run', '--help'])
 
     Raises:
-        click.UsageError: several are meant by that name.
+        UsageError: several are meant by that name.
     """
     words = list(words)
     if words[:1] == ["help"]:
@@ -107,5 +107,5 @@ def meant_by(words: Sequence[str]) -> list[str]:
         if (meant := ALIASES.get(tuple(words[:count]))) is not None:
             return [*meant, *words[count:]]
     if words and words[0] in QUESTIONS:
-        raise click.UsageError(f"No such command '{words[0]}'. {QUESTIONS[words[0]]}")
+        raise UsageError(f"there is no command '{words[0]}'", fix=QUESTIONS[words[0]])
     return words

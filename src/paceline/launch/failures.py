@@ -62,7 +62,7 @@ def first_failure(run: Path, exits: tuple[RankExit, ...]) -> Failure | None:
     A rank that leaves with exit code 0 breaks them as well: if all that raised lost a peer, and no
     rank was killed, the first rank to leave is the cause; if they lost it to a timeout, a rank that
     hangs is, or one that worked for longer than that. The death of a child process comes before
-    what its parent raises, and that before what ranks raise that lost a peer, whoever noticed
+    what its parent raises, and that before what ranks raise that lost a peer, whichever noticed
     first. A signal counts only if it ended a rank before any other rank failed, unless it is a
     crash: launchers end ranks by signals.
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from paceline.core.node import oom_kills
 
 LOADER_WORKER = "a loader worker"
-# Raised by whoever talks to a process that has gone.
+# Raised by calls that talk to a process that has gone.
 _OF_A_LOST_CHILD = re.compile(
     r"DataLoader worker|BrokenProcessPool|ConnectionResetError|ConnectionRefusedError|EOFError"
     r"|BrokenPipeError|terminated abruptly|exited unexpectedly"

@@ -14,7 +14,7 @@ entered different collectives is a verdict by itself, as is a circle of ranks th
 other.
 
 A loop that waits for a batch is missed by itself, also where no other rank waits: a worker of its
-loader may be blocked. Nobody is told that it is busy: a batch takes as long as it takes.
+loader may be blocked. That it is busy is not reported: a batch takes as long as it takes.
 """
 
 from __future__ import annotations
