@@ -90,6 +90,20 @@ def test_the_parts_of_the_critical_path_add_up_to_the_steps(tmp_path):
     assert one.path.seconds == pytest.approx(0.030, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("late", "changes"),
+    [
+        ((Late(0, 20, 0, STEPS),), 0),
+        ((Late(1, 20, 0, STEPS),), 1),  # the path ends on rank 0
+        ((Late(0, 20, 0, 5), Late(1, 20, 6, STEPS)), 2),
+        (tuple(Late(step % 2, 20, step, step) for step in range(STEPS)), STEPS - 2),
+    ],
+)
+def test_the_critical_path_goes_to_the_rank_that_is_late(tmp_path, late, changes):
+    path = measured(tmp_path, data_parallel(2, STEPS, late=late)).path
+    assert path.rank_changes == changes
+
+
 def test_a_balanced_load_spreads_what_one_rank_does_longer(tmp_path):
     late = (Late(rank=1, ms=8, first=0, last=STEPS, cause="compute"),)
     found = measured(tmp_path, data_parallel(4, STEPS, late=late))

@@ -67,6 +67,17 @@ def test_links_that_version_1_could_hold_but_a_probe_never_wrote():
         Machine.from_json({"version": 1, "name": "m"})
 
 
+def test_ddps_own_time_for_a_byte_is_what_its_all_reduce_takes_longer_than_the_backends():
+    data = json.loads((GOLDEN / "machine-v1.json").read_text())
+    for link in data["links"]:
+        if link.get("operation") == "all_reduce":
+            slower = link["level"] == "ddp"
+            link["bandwidth_bytes_per_s"]["value"] = 1e9 if slower else 4e9
+    costs = Machine.from_json(data).devices[0].framework_overheads
+    (own,) = [cost for cost in costs if cost.what == "reduction"]
+    assert own.seconds_per_byte.value == pytest.approx(1e-9 - 0.25e-9)
+
+
 def test_an_estimate_of_version_1_gets_the_plan_that_it_was_of():
     old = Estimate.from_text((GOLDEN / "estimate-v1.json").read_text())
     assert old.plan == Plan(mesh=Mesh(data=2))

@@ -231,6 +231,14 @@ def test_the_sentence_has_the_last_event_and_the_script_s_frame():
     assert doing(RankSample()) == "it has entered no collective"
 
 
+def test_a_stack_without_a_frame_of_the_script_has_its_innermost_one():
+    samples = {0: waiting(5), 1: behind(4)}
+    hang = verdict(lambda _: samples)
+    stack = ("acquire (/usr/lib/python3.11/threading.py:3)", "get (/usr/lib/python3.11/queue.py:9)")
+    assert detail_of(hang, samples[1], stack).endswith("it is in acquire (threading.py:3)")
+    assert detail_of(hang, samples[1], ("state S",)).endswith("it is in the kernel (state S)")
+
+
 def fed(signs=QUIET, step=3):
     """Return a rank whose loop waits for a batch, and which nobody else waits for."""
     return RankSample(step=step, in_input=True, signs=signs)

@@ -80,6 +80,13 @@ def test_what_is_computed_again_is_not_kept(recompute, fused):
     assert kept <= whole <= kept + again + 4 * 2048 * 12288
 
 
+@pytest.mark.parametrize(("sequence_parallel", "ranks"), [(False, 1), (True, 8)])
+def test_recomputed_whole_a_layer_keeps_its_input_in_half_precision(sequence_parallel, ranks):
+    """Korthikanti et al. 2022, table 2: 2 s b h, divided among ranks of a parallel sequence."""
+    plan = Plan(mesh=Mesh(tensor=8), sequence_parallel=sequence_parallel, recompute="full")
+    assert activation_bytes(gpt(), plan, 3)[0] == 3 * 2048 * 12288 * 2 / ranks
+
+
 def test_ranks_of_a_pipeline_have_all_parameters_and_a_copy_of_a_tied_embedding():
     model = gpt()
     plan = Plan(mesh=Mesh(pipeline=8, tensor=2), nodes=2)
