@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from types import FrameType
 
     from paceline.core.clock import Clock
@@ -81,15 +81,23 @@ def become_reaper() -> None:
 
 def descendants(pid: int) -> list[int]:
     """Return the processes below `pid`, parents before children."""
+    return trees([pid])[0]
+
+
+def trees(pids: Sequence[int]) -> list[list[int]]:
+    """Return the processes below each of `pids`, parents before children, of one moment."""
     children: dict[int, list[int]] = {}
     for child, parent in _parents():
         children.setdefault(parent, []).append(child)
-    below: list[int] = []
-    frontier = [pid]
-    while frontier:
-        frontier = [child for parent in frontier for child in children.get(parent, [])]
-        below.extend(frontier)
-    return below
+    found = []
+    for pid in pids:
+        below: list[int] = []
+        frontier = [pid]
+        while frontier:
+            frontier = [child for parent in frontier for child in children.get(parent, [])]
+            below.extend(frontier)
+        found.append(below)
+    return found
 
 
 def end_descendants(clock: Clock, before: frozenset[int] = frozenset()) -> None:

@@ -18,6 +18,7 @@ import traceback
 from typing import Any, NamedTuple
 
 from paceline.core.node import oom_kills
+from paceline.core.processes import signal_name
 
 LOADER_WORKER = "a loader worker"
 # Raised by calls that talk to a process that has gone.
@@ -72,7 +73,7 @@ def lost_child(error: BaseException) -> LostChild | None:
 def _lost(name: str, number: int, code: int) -> LostChild:
     return LostChild(
         name=name,
-        signal=_signal_name(number) if number else "",
+        signal=signal_name(number) if number else "",
         code=max(code, 0),
         by_oom=number == signal.SIGKILL and oom_kills() > _KILLS_BEFORE,
     )
@@ -114,13 +115,6 @@ def _is_of_a_loader(error: BaseException) -> bool:
     """Return whether an error was raised in torch's loader."""
     frames = traceback.extract_tb(error.__traceback__)
     return any("/torch/utils/data/" in frame.filename for frame in frames)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # of real time
-        return f"signal {number}"
 
 
 def _signal_called(what: str) -> int:

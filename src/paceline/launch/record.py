@@ -27,6 +27,7 @@ from paceline.core.processes import (
     ended_on_signal,
 )
 from paceline.launch.attach import child_environment
+from paceline.launch.child_memory import ChildMemoryWatcher
 from paceline.launch.exits import explaining_exits, interrupted_exit
 from paceline.launch.failure_report import read_reports
 from paceline.launch.failures import (
@@ -218,7 +219,7 @@ def _run(job: RecordedCommand, clock: Clock) -> tuple[RankExit, ...]:
     local = LocalRanks(clock, stop_signal=STOP_SIGNAL)
     hangs = HangWatcher(job.run_folder, clock, job.hang_timeout_s)
     try:
-        with ended_on_signal(clock), hangs:
+        with ended_on_signal(clock), ChildMemoryWatcher(job.run_folder, clock), hangs:
             try:
                 local.start(0, command, environ)
                 local.wait(hangs.stop_reason)

@@ -39,6 +39,7 @@ from paceline.core.processes import (
 )
 from paceline.launch.budget.budget import threads_variables
 from paceline.launch.budget.choice import node_budget
+from paceline.launch.child_memory import ChildMemoryWatcher
 from paceline.launch.exits import ExitOutcome, explaining_exits, interrupted_exit, interruption
 from paceline.launch.failures import exit_code, first_failure, hang_failure, raise_failure
 from paceline.launch.file_calls import file_call_variables
@@ -194,6 +195,7 @@ def _run_ranks(
     watch = StatusWatcher(job.run_folder, clock, on_status)
     config = job.resolved.config
     hangs = HangWatcher(job.run_folder, clock, config.hang_timeout_s if config.record else 0.0)
+    children = ChildMemoryWatcher(job.run_folder, clock, is_on=config.record)
     with contextlib.ExitStack() as stack:
         # Removed when all ranks have ended: a killed rank does not remove its loader workers'
         # sockets. The path of a socket is limited: the name is as long as multiprocessing's own.
@@ -202,7 +204,7 @@ def _run_ranks(
         )
         output = stack.enter_context(TaggedOutput(clock)) if config.tag_output else None
         try:
-            with watch, ended_on_signal(clock), hangs:
+            with watch, ended_on_signal(clock), children, hangs:
                 # A program that is not Python runs below a supervisor process (`launch.guard`),
                 # which is stopped by SIGTERM.
                 guarded = job.started.kind is ProgramKind.EXECUTABLE

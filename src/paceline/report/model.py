@@ -23,6 +23,7 @@ from paceline.perf.communication import MODELLED, collective_s
 from paceline.report.advice.gather import gather_facts, loader_workers
 from paceline.report.advice.rules import Advice, advise
 from paceline.report.balance import balance_words
+from paceline.report.child_memory import child_memory_words
 from paceline.report.comparable import difference
 from paceline.report.compare import Comparison, compare
 from paceline.report.data_nodes import DataUse, data_use, data_words
@@ -49,6 +50,7 @@ from paceline.report.words import (
     sync_place,
     verdict,
 )
+from paceline.runs.child_memory import read_child_memory
 from paceline.runs.folder import BUDGET_NAME, RunFolder, RunState
 from paceline.runs.result import RunResult
 from paceline.runs.tuning import TUNE_NAME, TuneResult
@@ -302,6 +304,7 @@ def gather(run: Path, *, in_detail: bool = False, question: RemedyQuestion | Non
         loader_words(analysis.loader),
         shift_words(analysis.shifts),
         *(spilling_words(spilled), disk_words(result), data_words(data)),
+        child_memory_words(read_child_memory(run)),
         *(balance_words(result.balance if result else None), *gaps, rule),
         tune_words(tuned),
     ]

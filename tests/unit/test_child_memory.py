@@ -1,0 +1,103 @@
+"""The memory of loader workers: what is kept of its samples, and what is said of it."""
+
+import dataclasses
+import mmap
+import os
+
+import pytest
+
+from paceline.launch.child_memory import ChildMemoryLog, memory_of
+from paceline.report.child_memory import child_memory_words
+from paceline.runs.child_memory import ChildMemory
+
+MB = 1 << 20
+GROWN = ChildMemory(
+    rank=1,
+    processes=2,
+    seconds=60.0,
+    private_bytes=100 * MB,
+    last_private_bytes=500 * MB,
+    shared_bytes=900 * MB,
+    last_shared_bytes=520 * MB,
+    steady=0.4,
+)
+
+
+def changed(**values):
+    return dataclasses.replace(GROWN, **values)
+
+
+def noted(samples, rank=1):
+    """Return what is kept of (second, {process: private, in MB}) samples; all share 1,000 MB."""
+    log = ChildMemoryLog(rank)
+    for at_s, private in samples:
+        log.note({n: (size * MB, (1000 - size) * MB) for n, size in private.items()}, at_s)
+    return log.result()
+
+
+def test_growth_is_from_the_end_of_the_start_up_to_the_end():
+    samples = [(0, {7: 1, 8: 1}), (2, {7: 50, 8: 50}), (4, {7: 60, 8: 60}), (10, {7: 80, 8: 70})]
+    found = noted([*samples, (16, {7: 90, 8: 90})])
+    assert (found.processes, found.seconds) == (2, 12)
+    assert (found.private_bytes, found.last_private_bytes) == (120 * MB, 180 * MB)
+    assert (found.shared_bytes, found.last_shared_bytes) == (1880 * MB, 1820 * MB)
+    assert found.steady == pytest.approx(30 / 60)
+
+
+def test_the_workers_of_each_epoch_are_a_group_of_their_own():
+    first = [(at, {7: 100 + 10 * at}) for at in range(20)]
+    second = [(at, {9: 100 + 2 * at}) for at in range(20, 40)]
+    assert noted(first + second).growth_bytes == 10 * 16 * MB
+    assert noted([(at, {n: 100}) for n, at in enumerate(range(20))]) is None  # each once
+    assert noted([(0, {}), (5, {})]) is None
+
+
+def test_copied_pages_are_said_to_be_copied():
+    assert child_memory_words([GROWN]) == (
+        "The memory of rank 1's 2 processes (its loader's workers) grows: by 400 MiB in 60.0 s, to "
+        "500 MiB. Pages that they share with the rank become their own as they touch them "
+        "(copy-on-write): to read a Python object writes its count of references. Samples in "
+        "arrays (NumPy, torch, Arrow) in place of lists and dicts stay shared."
+    )
+    own = child_memory_words([changed(last_shared_bytes=900 * MB), changed(rank=0), GROWN])
+    assert "copy-on-write" not in own
+    assert own.endswith("to 500 MiB, and so does that of 2 other ranks.")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"last_private_bytes": 150 * MB},
+        {"private_bytes": 4000 * MB, "last_private_bytes": 4400 * MB},
+        {"steady": 0.05},  # a cache that is full
+        {"last_private_bytes": 1 * MB, "steady": 0.0},
+    ],
+)
+def test_little_growth_and_caches_are_not_said(values):
+    assert child_memory_words([changed(**values)]) == ""
+
+
+def test_private_memory_of_a_forked_process_is_what_it_has_written():
+    size = 64 * MB
+    shared = bytearray(os.urandom(1)) * size
+    ready, go = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        for _ in range(2):
+            os.write(ready[1], b".")
+            os.read(go[0], 1)
+            for page in range(0, size, mmap.PAGESIZE):
+                shared[page] = 1
+        os._exit(0)
+    os.read(ready[0], 1)
+    before = memory_of(child)
+    os.write(go[1], b".")
+    os.read(ready[0], 1)
+    after = memory_of(child)
+    os.write(go[1], b".")
+    os.waitpid(child, 0)
+    assert after[0] - before[0] == pytest.approx(size, rel=0.1)
+    assert before[1] - after[1] == pytest.approx(size, rel=0.1)
+    assert memory_of(child) is None
+    for descriptor in (*ready, *go):
+        os.close(descriptor)
