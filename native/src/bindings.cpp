@@ -129,14 +129,18 @@ void bind_recorder(nb::module_& module) {
       .def(
           "enter",
           [](Recorder& self, int kind, std::uint16_t name, std::uint16_t group,
-             std::uint32_t sequence, std::int32_t peer) {
-            self.enter({.sequence = sequence,
+             std::uint32_t sequence, std::int32_t peer, std::uint64_t amount,
+             std::uint16_t element) {
+            self.enter({.amount = amount,
+                        .sequence = sequence,
                         .peer = peer,
+                        .tag = element,
                         .name = name,
                         .group = group,
                         .kind = static_cast<Kind>(kind)});
           },
-          "kind"_a, "name"_a, "group"_a, "sequence"_a = 0, "peer"_a = -1)
+          "kind"_a, "name"_a, "group"_a, "sequence"_a = 0, "peer"_a = -1, "amount"_a = 0,
+          "element"_a = 0)
       .def("leave", &Recorder::leave)
       .def("end_step", &Recorder::end_step, "name"_a = 0, "tag"_a = 0)
       .def("attach_io", [](Recorder& self) { return attach_io(self, [] { return true; }); })

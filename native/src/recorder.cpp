@@ -341,6 +341,8 @@ void Recorder::enter(const Event& event) {
       if (entry.left >= entry.entered) entry.left = event.sequence - 1;
       entry.entered = event.sequence;
       entry.operations[event.sequence % std::size(entry.operations)] = event.name;
+      entry.amount = event.amount;
+      entry.element = static_cast<std::uint16_t>(event.tag);  // a collective has no other use of it
     } else {
       entry.left = entry.entered++;
     }

@@ -318,6 +318,13 @@ def test_a_killed_worker_is_the_cause_whatever_its_rank_and_the_others_raise(tmp
     assert (failure.rank, failure.signal, failure.child) == (1, "SIGKILL", "a loader worker")
 
 
+def test_tensors_of_unlike_length_on_gloo_are_named_with_their_bytes(tmp_path):
+    done = paceline(tmp_path, "run", "-n", 2, "--out", "RUN", TRAIN, "--longer-on-rank-1")
+    assert done.code == 1
+    assert "error: the ranks gave unlike tensors to a collective" in done.err
+    assert "rank 0 gave 4,000 bytes of float32 and rank 1 gave 6,000 bytes of float32" in done.err
+
+
 def test_an_exception_of_a_worker_is_told_in_one_line(tmp_path):
     options = ("--workers", 1, "--fail-at-sample", 0, 60, "raise")
     done = paceline(tmp_path, "run", "--out", "RUN", TRAIN, *options)

@@ -284,6 +284,55 @@ def test_a_rank_that_hangs_is_the_culprit_of_a_timeout(tmp_path, phase, culprit)
     recorder.close()
 
 
+def gave(run, rank, amount, element="float32", sequence=27, word="all_reduce"):
+    """Leave the trace of a rank of three whose last collective was given so much."""
+    (run / "trace").mkdir(exist_ok=True)
+    recorder = Recorder(str(run / "trace" / trace_name(rank)), rank, 3)
+    group = recorder.define_group("group 0", [0, 1, 2])
+    recorder.record(int(Kind.HOST), 0, 0, 1, 2)
+    numbers = (recorder.intern(word), group, sequence, -1, amount, recorder.intern(element))
+    recorder.enter(int(Kind.COLLECTIVE), *numbers)
+    recorder.close()
+
+
+@pytest.mark.parametrize("signal", ["SIGABRT", ""])
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        ({"amount": 6000}, "rank 2 gave 6,000 bytes of float32"),
+        ({"amount": 4000, "element": "int32"}, "rank 2 gave 4,000 bytes of int32"),
+    ],
+)
+def test_unlike_tensors_of_a_collective_are_compared(tmp_path, odd, said, signal):
+    """Gloo aborts a rank that receives more than it expects; the others lose it."""
+    for rank in (0, 1):
+        gave(tmp_path, rank, 4000)
+    gave(tmp_path, 2, **odd)
+    report(tmp_path, 1, 100, LOST)
+    exits = [exit_of(1, 1, at_s=10.0)]
+    if signal:
+        exits.insert(0, RankExit(rank=0, code=-6, signal=signal, at_s=9.0))
+    failure = first_failure(tmp_path, tuple(exits))
+    assert exit_code(tuple(exits), failure) == 1
+    with pytest.raises(ScriptFailed, match="the ranks gave unlike tensors") as caught:
+        raise_failure(tmp_path, "train.py", tuple(exits), failure)
+    others = "rank 0, 1 gave 4,000 bytes of float32"
+    assert caught.value.why.startswith(f"to all_reduce 27 of group 0, {said} and {others}; ")
+    assert "unlike tensors" in failure_words(failure)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"amount": 4000}, {"amount": 6000, "sequence": 26}, {"amount": 6000, "word": "broadcast"}],
+)
+def test_only_what_ranks_gave_to_the_same_collective_is_compared(tmp_path, odd):
+    for rank in (0, 1):
+        gave(tmp_path, rank, 4000)
+    gave(tmp_path, 2, **odd)
+    exits = (RankExit(rank=0, code=-6, signal="SIGABRT"),)
+    assert first_failure(tmp_path, exits) == Failure(rank=0, signal="SIGABRT")
+
+
 @pytest.mark.parametrize(("last_s", "code"), [(7, 1), (3, 5)])
 def test_a_rank_that_worked_for_longer_than_the_timeout_did_not_hang(tmp_path, last_s, code):
     """It evaluates alone: its passes are in its trace until the other rank gives up."""

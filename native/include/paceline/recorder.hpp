@@ -124,7 +124,9 @@ struct GroupProgress {
   std::int32_t peer;                   // its root or other side
   std::uint64_t entered_ns;
   std::uint16_t operations[8];  // names of the last collectives, by their sequence modulo 8
-  std::uint32_t reserved[4];
+  std::uint64_t amount;         // bytes that the rank gave to the last collective; 0: not known
+  std::uint16_t element;        // name of their type; 0: not known
+  std::uint16_t reserved[3];
 };
 static_assert(sizeof(GroupProgress) == 64);
 static_assert(progress_offset + progress_entries * sizeof(GroupProgress) == 4096);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from paceline.launch.exits import ExitOutcome, interruption
 from paceline.launch.failure_report import read_reports
 from paceline.launch.hangs.watch import mismatched_rank
 from paceline.launch.summary import place_of, trace_statuses
+from paceline.launch.unlike_payloads import unlike_payloads
 from paceline.runs.folder import RunFolder
 from paceline.runs.hang import HANG_NAME, Hang
 from paceline.runs.result import Failure
@@ -38,6 +40,7 @@ LEFT_SILENTLY = "left without an exception"  # below a launcher that does not te
 UNCLOSED = "ended without closing its trace: it was killed, or left by os._exit"
 HUNG = "hung"
 WORKED = "worked"  # for longer than others wait
+UNLIKE = "the ranks gave unlike tensors"
 MISMATCHED = "called another collective than the other ranks"
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 # Words in the traceback of a rank that lost a peer: errors of gloo, NCCL and torch's own store.
@@ -51,6 +54,8 @@ _WORK = (  # what a rank records when it ends; a rank that is blocked in one of 
     *(Kind.INPUT, Kind.COPY, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER),
     *(Kind.CHECKPOINT, Kind.EVALUATION, Kind.HOST),
 )
+# Of gloo, where it does not abort, and of torch.
+_SIZES = re.compile(r"data size doesn't match|op\.preamble\.length|invalid tensor size")
 _TIMED_OUT = re.compile(r"[Tt]imed out|[Tt]imeout")
 
 
@@ -90,6 +95,10 @@ def first_failure(run: Path, exits: tuple[RankExit, ...]) -> Failure | None:
         return _silent_failure(run, silent[0])
     if not reports:
         return None
+    may_be_unlike = all_lost_a_peer or _SIZES.search(str(reports[0]["traceback"]))
+    if may_be_unlike and (unlike := unlike_payloads(run)):
+        failure = failure_of(run, reports[0])
+        return dataclasses.replace(failure, error=f"{UNLIKE}: {unlike}")
     if all(str(report["error"]).startswith(_MISMATCH) for report in reports):
         odd = mismatched_rank(run)  # all ranks have raised, and at the same time
         reports.sort(key=lambda report: int(report["rank"]) != odd)
@@ -163,6 +172,8 @@ def _silent_failure(run: Path, ended: RankExit) -> Failure:
     step, phase = _place(run, ended.rank)
     error = "" if ended.signal else f"exit code {ended.code}"
     error = _LOST if ended.outcome is ExitOutcome.LOST else error
+    if ended.signal == "SIGABRT" and (unlike := unlike_payloads(run)):  # as gloo ends a rank
+        error = f"{UNLIKE}: {unlike}"
     return Failure(rank=ended.rank, signal=ended.signal, step=step, phase=phase, error=error)
 
 
@@ -234,6 +245,8 @@ def exit_code(exits: tuple[RankExit, ...], failure: Failure | None) -> int:
         return Preempted.exit_code
     if failure is None:
         return 0
+    if failure.error.startswith(UNLIKE):
+        return ScriptFailed.exit_code
     lost = failure.signal or failure.error in (_LOST, UNCLOSED) or failure.error.startswith(HUNG)
     return RankLost.exit_code if lost else ScriptFailed.exit_code
 
@@ -291,6 +304,14 @@ def _loss(run: Path, failure: Failure) -> PacelineError | None:
     where = f"step {failure.step}, phase {failure.phase}"
     kind, _, why = failure.error.partition(": ")
     who = f"{failure.child} of rank {failure.rank}" if failure.child else f"rank {failure.rank}"
+    if kind == UNLIKE:
+        return ScriptFailed(
+            f"{UNLIKE} to a collective",
+            where=where,
+            why=f"{why}; {who} {'was ended by ' + failure.signal if failure.signal else 'raised'}",
+            fix="Give tensors of one size and type on all ranks: pad them, or exchange their sizes "
+            "first",
+        )
     if failure.signal:
         return RankLost(
             f"{who} was killed by {failure.signal}",

@@ -252,6 +252,8 @@ def failure_words(failure: Failure) -> str:
     where = f"in step {failure.step}, during {DOING.get(failure.phase, failure.phase)}"
     if failure.step == 0 and failure.phase == "other":
         where = "before the end of its first step"
+    if failure.error.startswith("the ranks gave unlike tensors"):
+        return f"{failure.error[0].upper()}{failure.error[1:]}, {where}."
     who = f"Rank {failure.rank}"
     if failure.child:
         who = f"{failure.child[0].upper()}{failure.child[1:]} of rank {failure.rank}"

@@ -52,6 +52,7 @@ def main():
     parser.add_argument(
         "--fail-at-sample", nargs=3, metavar=("RANK", "INDEX", "HOW"), default=("-1", "0", "")
     )
+    parser.add_argument("--longer-on-rank-1", action="store_true", help="a tensor of the last step")
     options = parser.parse_args()
     if options.deaf:
         signal.signal(signal.SIGTERM, lambda *_: None)
@@ -79,6 +80,8 @@ def main():
         ((model(inputs).squeeze(1) - target) ** 2).mean().backward()
         optimizer.step()
         step += 1
+    if options.longer_on_rank_1:
+        dist.all_reduce(torch.ones(1000 + 500 * dist.get_rank()))
     if dist.get_rank() == 0:
         print(json.dumps({"backend": dist.get_backend(), "main": Squares.__module__}))
     dist.destroy_process_group()

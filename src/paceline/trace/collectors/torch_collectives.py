@@ -118,7 +118,7 @@ class CollectiveRecorder:
             group = internals.unbox_group(args[places.group])
             record = groups.record_of(group)
             if kind is Kind.COLLECTIVE:
-                in_flight.enter(name, record)
+                in_flight.enter(name, record, payload)
             return payload, group, record
 
         def note(entered: _Entered, args: tuple[Any, ...], result: Any, begin_ns: int) -> None:
@@ -187,7 +187,7 @@ class CollectiveRecorder:
             group = internals.unbox_group(args[places.group])
             record = self.in_flight.groups.record_of(group)
             if kind is Kind.COLLECTIVE:
-                self.in_flight.enter(name, record)
+                self.in_flight.enter(name, record, payload)
             return payload, group, record
 
         def note(entered: _Entered, args: tuple[Any, ...], result: Any, begin_ns: int) -> None:
@@ -291,7 +291,7 @@ class CollectiveRecorder:
             payload = operators.payload_of(tensors)
             counted = (begin_ns, begin_ns, payload.size_bytes)
             self.recorder.record(int(Kind.COUNTER), MAIN, buffers, *counted)
-            self.in_flight.enter(name, record)
+            self.in_flight.enter(name, record, payload)
             issued = self.in_flight.issue(
                 *(Kind.COLLECTIVE, name, record, payload.size_bytes, begin_ns),
                 peer=src,

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import torch
 
     from paceline.native import Recorder
+    from paceline.trace.collectors.torch_operators import Payload
 
 ANY_SOURCE = -2  # peer of a receive until its source is known
 _PENDING_MAX = 64  # works that nobody waits for must not pile up: they hold their tensors
@@ -80,6 +81,7 @@ class InFlight:
         self._has_engine_callback = Capability.ENGINE_CALLBACK in available
         self._keeps_thread_state = Capability.THREAD_STATE in available
         self.drain_name = recorder.intern(DRAIN)
+        self._elements: dict[Any, int] = {}  # numbers of the names of types
         self.in_backward = False
         self.callback_queued = False
         self.issued_before: set[int] = set()
@@ -143,9 +145,16 @@ class InFlight:
                 int(Kind.WAIT), MAIN, self.drain_name, self.computed_ns, monotonic_ns()
             )
 
-    def enter(self, name: int, group: GroupRecord) -> None:
+    def enter(self, name: int, group: GroupRecord, payload: Payload) -> None:
         """Publish that this rank is about to issue a collective: `issue` gives it its sequence."""
-        self.recorder.enter(int(Kind.COLLECTIVE), name, group.number, group.collectives + 1)
+        dtype = payload.dtype
+        element = self._elements.get(dtype)
+        if element is None:
+            element = self.recorder.intern(str(dtype).removeprefix("torch.")) if dtype else 0
+            self._elements[dtype] = element
+        number, sequence = group.number, group.collectives + 1
+        published = (number, sequence, -1, payload.size_bytes, element)
+        self.recorder.enter(int(Kind.COLLECTIVE), name, *published)
 
     def enter_message(self, issued: Issued) -> None:
         """Publish that the main thread waits for a message, until `Recorder.leave`."""

@@ -109,26 +109,30 @@ class Payload(NamedTuple):
         size_bytes: of all tensors.
         device_type: of the device that the first tensor is on; cpu if there is none.
         is_traced: whether they stand for other tensors while a graph is made.
+        dtype: of the first tensor; None if there is none.
     """
 
     size_bytes: int
     device_type: str
     is_traced: bool
+    dtype: torch.dtype | None = None
 
 
 def payload_of(value: Any) -> Payload:
     """Return what is in an operator's argument: a tensor, or nested lists of them."""
     # One function and no generator for what DDP calls amid a step, where the caches hold the data
     # of the model: each further function of Python costs a microsecond or more there.
-    size_bytes, device_type, is_traced = 0, "", False
+    size_bytes, device_type, is_traced, dtype = 0, "", False, None
     for item in value if isinstance(value, (list, tuple)) else (value,):
         if type(item) is torch.Tensor:
             size_bytes += item.numel() * item.element_size()
             if not device_type:
                 device_type = "cpu" if item.is_cpu else item.device.type
+                dtype = item.dtype
             continue
         for tensor in tensors(item):
             size_bytes += tensor.numel() * tensor.element_size()
             device_type = device_type or tensor.device.type
+            dtype = dtype or tensor.dtype
             is_traced = is_traced or isinstance(tensor, internals.traced_types())
-    return Payload(size_bytes, device_type or "cpu", is_traced)
+    return Payload(size_bytes, device_type or "cpu", is_traced, dtype)

@@ -120,7 +120,8 @@ class PythonGroupRecorder:
             self._thread.open = True
             if word not in (SEND, RECV):
                 group = getattr(args[0], "process_group", args[0])
-                self.in_flight.enter(self._names[word], self.in_flight.groups.record_of(group))
+                record = self.in_flight.groups.record_of(group)
+                self.in_flight.enter(self._names[word], record, given)
             in_main = threading.get_ident() == self.in_flight.loop.main_thread
             begin_ns = self.recorder.begin(int(Kind.WAIT)) if in_main else monotonic_ns()
             return _OpenCall(begin_ns, word, given)

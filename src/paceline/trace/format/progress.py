@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PROGRESS_AT = 1024
-PROGRESS = struct.Struct("<IHHIIIiQ8H16x")
+PROGRESS = struct.Struct("<IHHIIIiQ8HQH6x")
 HISTORY = 8  # collectives of a group whose names the page keeps
 
 
@@ -33,6 +33,8 @@ class GroupProgress:
         unseen: sequence of the last collective whose completion the recorder does not see.
         peer: global rank of its root, or of the message's other side; negative if there is none.
         names: numbers of the names of the last collectives, by sequence modulo `HISTORY`.
+        amount: bytes that the rank gave to the last collective; 0 if not known.
+        element: number of the name of their type; 0 if not known.
     """
 
     group: int
@@ -42,6 +44,8 @@ class GroupProgress:
     unseen: int
     peer: int
     names: tuple[int, ...]
+    amount: int = 0
+    element: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +95,7 @@ def read_live_header(path: Path) -> LiveHeader:
 
 
 def _entry(fields: list[int]) -> GroupProgress:
-    group, name, entered, left, unseen, peer, _, *names = fields
+    group, name, entered, left, unseen, peer, _, *names, amount, element = fields
     return GroupProgress(
         group=group,
         name=name,
@@ -100,4 +104,6 @@ def _entry(fields: list[int]) -> GroupProgress:
         unseen=unseen,
         peer=peer,
         names=tuple(names),
+        amount=amount,
+        element=element,
     )
