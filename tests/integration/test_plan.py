@@ -198,6 +198,8 @@ def test_what_is_not_there(folder, tmp_path, monkeypatch):
         capture_file(f"{folder}/none.py:step")
     with pytest.raises(UsageError, match=r"FILE\.py:FUNCTION"):
         capture_file("model.py")
+    with pytest.raises(UsageError, match=r"FILE\.py:FUNCTION"):
+        predict(f"{folder}/model.py", ranks=1, machine_path=tmp_path / "none.json")
     with pytest.raises(NotFound, match="paceline probe"):
         predict(f"{folder}/model.py:step", ranks=1, machine_path=tmp_path / "none.json")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -17,7 +17,12 @@ from paceline.perf.out_of_core import fit, fit_stages
 from paceline.probe.machine_file import load_machine
 from paceline.studies.calibrate import calibrate_by_run
 from paceline.studies.measured_estimate import estimate_here
-from paceline.training.capture_process import BatchDivision, StageDivision, capture_splits
+from paceline.training.capture_process import (
+    BatchDivision,
+    StageDivision,
+    capture_splits,
+    split_target,
+)
 
 if TYPE_CHECKING:
     from paceline.core.allocator import AllocatorChoice
@@ -143,6 +148,8 @@ def predict(
         UsageError: the model cannot be captured or divided, or the plan not predicted.
         PacelineError: the capture failed, see `capture_splits`.
     """
+    if not target.endswith(".json") and ":" not in target:
+        split_target(target)  # refuses it, before a machine is asked for
     machine = load_machine(machine_path)
     options = strategy or StrategyOptions()
     for run in options.runs:
