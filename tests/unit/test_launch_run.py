@@ -18,12 +18,13 @@ from paceline.core.machine import Machine
 from paceline.launch import prepare as prepare_module
 from paceline.launch import run as run_module
 from paceline.launch.failure_report import read_reports, write_report
-from paceline.launch.folder import refuse_taken
+from paceline.launch.folder import refuse_taken, set_aside
 from paceline.launch.options import RunConfig
 from paceline.launch.prepare import claim_folder, prepare
 from paceline.launch.program import find_program
 from paceline.launch.summary import summarize
 from paceline.probe.machine_file import known_machine
+from paceline.runs.launcher import this_launcher
 from paceline.runs.versions import versions
 
 MPICH = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
@@ -40,9 +41,9 @@ def script(tmp_path, monkeypatch):
     return path
 
 
-def ready(script, run=None, **flags):
+def ready(script, run=None, *, again=False, **flags):
     program = find_program(str(script), is_module=False)
-    return prepare(program, [], resolve(RunConfig, flags=flags), run, ManualClock())
+    return prepare(program, [], resolve(RunConfig, flags=flags), run, ManualClock(), again=again)
 
 
 def test_a_job_is_ready(script, tmp_path):
@@ -267,6 +268,45 @@ def test_a_rank_that_is_stopped_while_it_formats_its_traceback_has_a_report(tmp_
     write_report(RuntimeError(lost), tmp_path, 0)
     (whole,) = read_reports(tmp_path)
     assert whole["traceback"].endswith(f"RuntimeError: {lost}\n")
+
+
+def test_an_earlier_run_is_set_aside_and_nothing_else(tmp_path):
+    run = tmp_path / "RUN"
+    assert set_aside(run) is None
+    run.mkdir()
+    assert set_aside(run) is None
+    for number in (1, 2):
+        (run / "trace").mkdir(parents=True)
+        (run / "config.json").write_text(json.dumps({"number": number}))
+        assert set_aside(run) == tmp_path / f"RUN.{number}"
+        assert json.loads((tmp_path / f"RUN.{number}" / "config.json").read_text()) == {
+            "number": number
+        }
+    run.mkdir()
+    (run / "thesis.tex").touch()
+    with pytest.raises(DestinationExists, match="exists and is not empty"):
+        set_aside(run)
+
+
+def test_a_run_that_goes_on_is_not_set_aside(tmp_path):
+    (tmp_path / "RUN" / "trace").mkdir(parents=True)
+    config = {"launcher": this_launcher()}
+    (tmp_path / "RUN" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DestinationExists, match="still going on"):
+        set_aside(tmp_path / "RUN")
+    assert (tmp_path / "RUN" / "config.json").exists()
+
+
+def test_a_job_that_is_started_again_keeps_its_earlier_attempt(script, tmp_path):
+    first = claim_folder(ready(script, tmp_path / "RUN"))
+    (first.run_folder / "config.json").write_text("{}")
+    with pytest.raises(DestinationExists, match="--again"):
+        ready(script, tmp_path / "RUN")
+    again = claim_folder(ready(script, tmp_path / "RUN", again=True))
+    assert again.run_folder == tmp_path / "RUN"
+    assert (tmp_path / "RUN.1" / "config.json").exists()
+    with pytest.raises(UsageError, match="--again needs the folder"):
+        ready(script, None, again=True)
 
 
 def test_versions_and_an_unknown_machine(tmp_path, monkeypatch):

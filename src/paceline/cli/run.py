@@ -39,6 +39,11 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
 )
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as for python -m.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for the files of the run.")
+@click.option(
+    "--again",
+    is_flag=True,
+    help="Keep the run that is in the folder --out as RUN.1, RUN.2 ...: for a job that is requeued.",
+)
 @click.option("--record/--no-record", default=None, help="Record traces [default: yes].")
 @click.option(
     "--record-io/--no-record-io",
@@ -220,6 +225,7 @@ def run(
     ranks: int | None,
     module: bool,
     out: Path | None,
+    again: bool,
     record: bool | None,
     record_io: bool | None,
     profile_steps: int | None,
@@ -324,7 +330,9 @@ def run(
         return
     resolved = resolve(RunConfig, flags=flags)
     plan = load_plan_file(plan_path) if plan_path is not None else None
-    job = prepare(program, args, resolved, out, clock, plan=plan, machine=machine, mpi=mpi)
+    job = prepare(
+        program, args, resolved, out, clock, plan=plan, machine=machine, mpi=mpi, again=again
+    )
     warn(job.warnings)
     described = known_machine(machine)
     if plan is not None and plan.estimate is not None:

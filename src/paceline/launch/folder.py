@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.errors import DestinationExists, StorageError, UsageError
 from paceline.core.files import commit_text
 from paceline.launch.rendezvous.addresses import FOLDER
-from paceline.runs.folder import CONFIG_VERSION, PLAN_NAME
+from paceline.runs.folder import CONFIG_VERSION, PLAN_NAME, RunFolder, RunState
 from paceline.runs.versions import versions
 
 if TYPE_CHECKING:
@@ -92,6 +92,42 @@ def claim(run: Path, *, is_default_name: bool) -> Path:
             return run
 
 
+def set_aside(run: Path) -> Path | None:
+    """Rename the folder of an earlier run, to make room for one of the same name.
+
+    Returns:
+        Its new name: that of the run, and the next free number, as in ``RUN.1``. None where there
+        is nothing in the folder.
+
+    Raises:
+        DestinationExists: it holds something else, or a run that is still going on.
+        StorageError: it cannot be renamed.
+    """
+    if not run.exists() or (run.is_dir() and not any(run.iterdir())):
+        return None
+    if not (run / "config.json").exists() or not (run / "trace").is_dir():
+        raise _taken(run)
+    if RunFolder(run).state() is RunState.RUNNING:
+        raise DestinationExists(
+            "a run is still going on in this folder",
+            where=str(run),
+            fix="Wait for its end, or choose another folder with --out",
+        )
+    count = 1
+    while (aside := run.with_name(f"{run.name}.{count}")).exists():
+        count += 1
+    try:
+        run.rename(aside)
+    except OSError as problem:
+        raise StorageError(
+            "cannot set the earlier run aside",
+            where=str(run),
+            why=problem.strerror or "",
+            fix="Choose another folder: --out RUN",
+        ) from problem
+    return aside
+
+
 def refuse_taken(run: Path, rank: int) -> None:
     """Refuse a folder that holds something already, on every task of a step.
 
@@ -136,5 +172,6 @@ def _taken(run: Path) -> DestinationExists:
     return DestinationExists(
         "the run's folder exists and is not empty",
         where=str(run),
-        fix="Choose another with --out, or remove it",
+        fix="Choose another with --out, or remove it; paceline run --again keeps an earlier "
+        "attempt as RUN.1",
     )

@@ -18,7 +18,7 @@ from paceline.core.interfaces import GLOO_INTERFACE, gloo_problem
 from paceline.core.plan_file import PlanFile
 from paceline.launch.budget.budget import CpuBudget
 from paceline.launch.budget.choice import NodeCores, budget_words, node_budget
-from paceline.launch.folder import claim, default_folder, refuse_taken
+from paceline.launch.folder import claim, default_folder, refuse_taken, set_aside
 from paceline.launch.mpi import ProgramMpi, mpi_of_command
 from paceline.launch.nodes import node_warnings, task_of_node
 from paceline.launch.options import RunConfig
@@ -59,6 +59,7 @@ class PreparedJob:
         plan: the plan that the run follows; None without one.
         machine: the machine file that the user named, for the ranks' collectives; None without.
         is_default_name: the user gave no --out; if the name is taken, Paceline takes another.
+        again: an earlier run in the folder is to be set aside.
         mpi: the MPI of the program, whose calls are recorded; None if it uses none.
         mounts: packs that the ranks see as folders.
         data: packs that servers on the nodes serve to them.
@@ -85,6 +86,7 @@ class PreparedJob:
     rebalance: bool = False
     weights: tuple[float, ...] = ()
     is_default_name: bool = False
+    again: bool = False
     mpi: ProgramMpi | None = None
 
     @property
@@ -190,6 +192,7 @@ def prepare(
     plan: PlanFile | None = None,
     machine: Path | None = None,
     mpi: bool = False,
+    again: bool = False,
 ) -> PreparedJob:
     """Check a run before anything is written or started.
 
@@ -204,6 +207,7 @@ def prepare(
         machine: the machine file that the user named.
         mpi: the program uses MPI, and is started by a task of Slurm or mpirun; without it only
             executables are looked at.
+        again: an earlier run in the folder is set aside when this one begins (`folder.set_aside`).
 
     Raises:
         DestinationExists: the folder is there and not empty.
@@ -243,7 +247,10 @@ def prepare(
     mounts = parse_mounts(config.mounts)
     data = parse_data(config.data, mounts)
     points = [mount.point for mount in mounts] + [pack.point for pack in data if pack.point]
-    refuse_taken(run, task.task_number if task else 0)
+    if not again:
+        refuse_taken(run, task.task_number if task else 0)
+    elif is_default_name:
+        raise UsageError("--again needs the folder of the run", fix="Give --out RUN, too")
     if found is not None:
         found.variables(run, environment())  # that its recorder is there
     elif not is_python and config.record:
@@ -280,6 +287,7 @@ def prepare(
         weights=parse_shares(config.shares, ranks),
         machine=machine.resolve() if machine else None,
         is_default_name=is_default_name,
+        again=again,
         collectives_settings=collectives_settings,
     )
 
@@ -315,6 +323,8 @@ def claim_folder(job: PreparedJob) -> PreparedJob:
     """Make the run's folder, and return the job with it; see `folder.claim`."""
     if job.task_number != 0:  # rank 0's launcher makes it for all
         return job
+    if job.again:
+        set_aside(job.run_folder)
     run_folder = claim(job.run_folder, is_default_name=job.is_default_name)
     return dataclasses.replace(job, run_folder=run_folder)
 
