@@ -41,10 +41,11 @@ def test_batches_and_samples_count_however_workers_are_started(tmp_path, workers
     assert sums["fetch"] > 0
     assert sums["collate"] > 0
     assert 0 <= sums["core"] <= sums["fetch"]
+    assert 0 <= sums["queued"] <= sums["fetch"]
     assert (sums["hand_over"] > 0) is (workers != "0 fork")
     ceiling = analyse(trace).loader
     assert (ceiling.source, ceiling.workers) == ("torch", int(workers[0]))
-    assert ceiling.is_undivided
+    assert ceiling.stages[0].stage == "read and decode"
     why = paceline(tmp_path, "why", "RUN", "--json")
     assert json.loads(why.out)["loader"]["slowest"] == ceiling.slowest
     stats = paceline(tmp_path, "trace", "stats", "RUN")

@@ -89,7 +89,7 @@ def test_the_scripts_output_is_on_stdout_and_ours_on_stderr(digits):
     assert len(digits.out.splitlines()) == 1
     lines = digits.err.splitlines()
     assert lines[0].startswith("paceline run:")
-    assert lines[-2].startswith("2 ranks, 115 steps of ")
+    assert lines[-2].startswith("2 ranks, 115 steps, median ")
     assert lines[-1] == "next: paceline why RUN, paceline report RUN"
 
 

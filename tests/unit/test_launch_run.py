@@ -41,9 +41,9 @@ def script(tmp_path, monkeypatch):
     return path
 
 
-def ready(script, run=None, *, again=False, **flags):
+def ready(script, run=None, **flags):
     program = find_program(str(script), is_module=False)
-    return prepare(program, [], resolve(RunConfig, flags=flags), run, ManualClock(), again=again)
+    return prepare(program, [], resolve(RunConfig, flags=flags), run, ManualClock())
 
 
 def test_a_job_is_ready(script, tmp_path):

@@ -112,7 +112,6 @@ def test_calls_for_files_tell_reading_from_decoding(tmp_path):
         {"read": 0.020, "decode": 0.010, "collate": 0.005}
     )
     assert found.slowest == "read"
-    assert not found.is_undivided
     assert "--record-io" not in loader_words(found)
 
 

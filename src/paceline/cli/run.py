@@ -42,7 +42,7 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
 @click.option(
     "--again",
     is_flag=True,
-    help="Keep the run that is in the folder --out as RUN.1, RUN.2 ...: for a job that is requeued.",
+    help="Keep the run that is in the folder --out as RUN.1, RUN.2 ...: for a requeued job.",
 )
 @click.option("--record/--no-record", default=None, help="Record traces [default: yes].")
 @click.option(
@@ -317,6 +317,7 @@ def run(
         "outputs": list(outputs) or None,
         "output_limit_bytes": parse_size(output_limit) if output_limit else None,
         "tag_output": tag_output,
+        "again": again or None,
         "tune": tune,
         "nnodes": parse_nnodes(nnodes) if nnodes is not None else None,
         "node_rank": node_rank,
@@ -330,9 +331,7 @@ def run(
         return
     resolved = resolve(RunConfig, flags=flags)
     plan = load_plan_file(plan_path) if plan_path is not None else None
-    job = prepare(
-        program, args, resolved, out, clock, plan=plan, machine=machine, mpi=mpi, again=again
-    )
+    job = prepare(program, args, resolved, out, clock, plan=plan, machine=machine, mpi=mpi)
     warn(job.warnings)
     described = known_machine(machine)
     if plan is not None and plan.estimate is not None:

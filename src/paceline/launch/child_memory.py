@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from paceline.core.clock import Clock
 
 _LOG = logging.getLogger(__name__)
-_FIRST_S, _INTERVAL_S = 1.0, 10.0  # between samples: they take 5 ms for each GB that is mapped
-_GROWS = 1.5  # from the first interval to the longest
-_START_UP_S = 3.0  # what a worker allocates by then is not what it grows by
+_FIRST_S, _INTERVAL_S = 0.5, 10.0  # between samples: they take 5 ms for each GB that is mapped
+_GROWS = 1.3  # from the first interval to the longest
+_START_UP_S = 1.0  # what a worker allocates by then is not what it grows by
 _MOST_PROCESSES = 64  # of a rank that are looked at
 
 
-class Sample(NamedTuple):
+class MemorySample(NamedTuple):
     """The memory of the processes below a rank at a time."""
 
     at_s: float
@@ -50,7 +50,7 @@ class ChildMemoryLog:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._processes: frozenset[int] = frozenset()
-        self._samples: list[Sample] = []
+        self._samples: list[MemorySample] = []
         self._since_s = 0.0
         self._most: ChildMemory | None = None
 
@@ -62,7 +62,7 @@ class ChildMemoryLog:
         if not memory or now_s - self._since_s < _START_UP_S:
             return
         private, shared = (sum(part) for part in zip(*memory.values(), strict=True))
-        self._samples.append(Sample(now_s, private, shared))
+        self._samples.append(MemorySample(now_s, private, shared))
 
     def result(self) -> ChildMemory | None:
         """Return those whose private memory grew most; None if none were seen for long."""

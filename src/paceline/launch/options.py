@@ -52,7 +52,7 @@ class RunConfig(Configuration):
     Changes speed: `record`, `record_io`, `profile_steps`, `budget`, `allocator`, `node_reader`,
     `pace`, `memory_budget_bytes`, `spill_folder`, `tune` (and, with the number of threads, last
     bits).
-    Changes what is printed: `tag_output`.
+    Changes what is printed: `tag_output`; what a folder is called: `again`.
     Says where the other nodes are, with the meaning that torchrun gives these names: `nnodes`,
     `node_rank`, `rdzv_endpoint`, `rdzv_id`.
     Changes how long several launchers wait for each other: the others, see `Deadlines`.
@@ -108,6 +108,7 @@ class RunConfig(Configuration):
         tune: a setting and two values of it, as ``threads=1,2``, that are tried by turns in the
             running job; the better one is kept (docs/guides/tune.md). Empty: none.
         tag_output: whether each line that a rank prints carries its rank.
+        again: whether an earlier run in the folder is kept under another name, or refused.
         nnodes: number of nodes, each with a launcher of its own and `ranks` ranks.
         node_rank: number of this node, 0 to nnodes - 1; None is the task's rank in a Slurm step
             with one task per node, else 0.
@@ -154,6 +155,7 @@ class RunConfig(Configuration):
     output_end_s: float = 300.0
     tune: str = ""
     tag_output: bool = False
+    again: bool = False
     nnodes: int = 1
     node_rank: int | None = None
     rdzv_endpoint: str = ""

@@ -59,7 +59,6 @@ class PreparedJob:
         plan: the plan that the run follows; None without one.
         machine: the machine file that the user named, for the ranks' collectives; None without.
         is_default_name: the user gave no --out; if the name is taken, Paceline takes another.
-        again: an earlier run in the folder is to be set aside.
         mpi: the MPI of the program, whose calls are recorded; None if it uses none.
         mounts: packs that the ranks see as folders.
         data: packs that servers on the nodes serve to them.
@@ -86,7 +85,6 @@ class PreparedJob:
     rebalance: bool = False
     weights: tuple[float, ...] = ()
     is_default_name: bool = False
-    again: bool = False
     mpi: ProgramMpi | None = None
 
     @property
@@ -192,7 +190,6 @@ def prepare(
     plan: PlanFile | None = None,
     machine: Path | None = None,
     mpi: bool = False,
-    again: bool = False,
 ) -> PreparedJob:
     """Check a run before anything is written or started.
 
@@ -207,7 +204,6 @@ def prepare(
         machine: the machine file that the user named.
         mpi: the program uses MPI, and is started by a task of Slurm or mpirun; without it only
             executables are looked at.
-        again: an earlier run in the folder is set aside when this one begins (`folder.set_aside`).
 
     Raises:
         DestinationExists: the folder is there and not empty.
@@ -242,15 +238,10 @@ def prepare(
         warnings = (*_warnings(ranks, task), *plan_warnings(plan.plan, program.kind))
     warnings = (*node_warnings(config), *warnings)
     is_default_name = run is None and task is None
-    if run is None:
-        run = default_folder(program.stem, task, clock)
+    run = _run_folder(run, task, program.stem, clock, again=config.again)
     mounts = parse_mounts(config.mounts)
     data = parse_data(config.data, mounts)
     points = [mount.point for mount in mounts] + [pack.point for pack in data if pack.point]
-    if not again:
-        refuse_taken(run, task.task_number if task else 0)
-    elif is_default_name:
-        raise UsageError("--again needs the folder of the run", fix="Give --out RUN, too")
     if found is not None:
         found.variables(run, environment())  # that its recorder is there
     elif not is_python and config.record:
@@ -287,9 +278,20 @@ def prepare(
         weights=parse_shares(config.shares, ranks),
         machine=machine.resolve() if machine else None,
         is_default_name=is_default_name,
-        again=again,
         collectives_settings=collectives_settings,
     )
+
+
+def _run_folder(
+    run: Path | None, task: TaskPlacement | None, stem: str, clock: Clock, *, again: bool
+) -> Path:
+    """Return the folder that a run writes; one that is taken is refused, unless it is set aside."""
+    if run is None and again:
+        raise UsageError("--again needs the folder of the run", fix="Give --out RUN, too")
+    run = default_folder(stem, task, clock) if run is None else run
+    if not again:
+        refuse_taken(run, task.task_number if task else 0)
+    return run
 
 
 def _refuse_python_settings(config: RunConfig, program: str) -> None:
@@ -323,7 +325,7 @@ def claim_folder(job: PreparedJob) -> PreparedJob:
     """Make the run's folder, and return the job with it; see `folder.claim`."""
     if job.task_number != 0:  # rank 0's launcher makes it for all
         return job
-    if job.again:
+    if job.resolved.config.again:
         set_aside(job.run_folder)
     run_folder = claim(job.run_folder, is_default_name=job.is_default_name)
     return dataclasses.replace(job, run_folder=run_folder)

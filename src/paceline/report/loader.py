@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.report.units import format_seconds, format_share, plural, significant
-from paceline.trace.analysis.loader import IN_TURN
+from paceline.trace.analysis.loader import FETCH, IN_TURN
 
 if TYPE_CHECKING:
     from paceline.trace.analysis.loader import LoaderCeiling
@@ -73,7 +73,7 @@ def _limit(loader: LoaderCeiling) -> str:
 
 def _undivided(loader: LoaderCeiling) -> str:
     """Return what is known where reading and decoding could not be distinguished."""
-    if not loader.is_undivided or loader.off_core is None:
+    if loader.slowest != FETCH or loader.off_core is None:
         return ""
     told = "--record-io tells reading from decoding)"
     if loader.queued is None:

@@ -116,11 +116,6 @@ class LoaderCeiling(Record):
         """By which share a step would be shorter with an infinitely fast loader."""
         return self.saving_s / self.step_s if self.step_s > 0 else 0.0
 
-    @property
-    def is_undivided(self) -> bool:
-        """Whether reading and decoding could not be distinguished."""
-        return any(stage.stage == FETCH for stage in self.stages)
-
 
 def loader_ceiling(
     ranks: Sequence[RankTrace], phases: Sequence[RankPhases], steps: int
