@@ -295,9 +295,8 @@ class Drain:
         partial = target.with_name(f"{HIDDEN}{target.name}"[:255])
         with self._noted(name):
             try:
-                with (self._tree / name).open("rb", buffering=0) as file:
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    self._write(file.fileno(), partial, state)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                self._write(self._tree / name, partial, state)
                 if FileState.of((self._tree / name).lstat()) == state:
                     partial.replace(target)
                     _sync(target.parent)
@@ -313,12 +312,16 @@ class Drain:
             return True
         return False
 
-    def _write(self, source: int, partial: Path, state: FileState) -> None:
-        """Write a copy and sync it."""
+    def _write(self, source: Path, partial: Path, state: FileState) -> None:
+        """Write a copy and sync it.
+
+        The source is closed before that: what a program removes takes room as long as it is open.
+        """
         with partial.open("wb", buffering=0) as copy:
             done = 0
-            while count := os.sendfile(copy.fileno(), source, done, _PIECE_BYTES):
-                done += count
+            with source.open("rb", buffering=0) as file:
+                while count := os.sendfile(copy.fileno(), file.fileno(), done, _PIECE_BYTES):
+                    done += count
             os.fchmod(copy.fileno(), state.mode)
             os.utime(copy.fileno(), ns=(state.mtime_ns, state.mtime_ns))
             os.fsync(copy.fileno())
