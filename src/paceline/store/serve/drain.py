@@ -25,7 +25,7 @@ import mmap
 import os
 import stat
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -295,7 +295,6 @@ class Drain:
         partial = target.with_name(f"{HIDDEN}{target.name}"[:255])
         with self._noted(name):
             try:
-                target.parent.mkdir(parents=True, exist_ok=True)
                 self._write(self._tree / name, partial, state)
                 if FileState.of((self._tree / name).lstat()) == state:
                     partial.replace(target)
@@ -317,9 +316,11 @@ class Drain:
 
         The source is closed before that: what a program removes takes room as long as it is open.
         """
-        with partial.open("wb", buffering=0) as copy:
-            done = 0
+        with ExitStack() as stack:
             with source.open("rb", buffering=0) as file:
+                partial.parent.mkdir(parents=True, exist_ok=True)
+                copy = stack.enter_context(partial.open("wb", buffering=0))
+                done = 0
                 while count := os.sendfile(copy.fileno(), file.fileno(), done, _PIECE_BYTES):
                     done += count
             os.fchmod(copy.fileno(), state.mode)
