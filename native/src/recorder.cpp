@@ -191,11 +191,7 @@ bool Recorder::recording() const noexcept {
 std::uint16_t Recorder::intern(const std::string& name) {
   if (!owned()) return 0;
   const std::lock_guard lock(shared_->mutex);
-  const std::size_t before = shared_->names.size();
-  const std::uint16_t number = intern_locked(name);
-  // The header may refer to it soon, and outlives a process that is aborted.
-  if (shared_->names.size() > before) wake_writer();
-  return number;
+  return intern_locked(name);
 }
 
 std::uint16_t Recorder::intern_locked(const std::string& name) {
@@ -208,6 +204,7 @@ std::uint16_t Recorder::intern_locked(const std::string& name) {
   put(shared_->new_names.payload, static_cast<std::uint32_t>(name.size()));
   shared_->new_names.payload.append(name);
   ++shared_->new_names.count;
+  wake_writer();  // the header may refer to it soon, and outlives a process that is aborted
   return number;
 }
 
@@ -219,7 +216,6 @@ std::uint16_t Recorder::define_group(const std::string& name,
   put(entry, static_cast<std::uint32_t>(intern_locked(name)));
   put(entry, static_cast<std::uint32_t>(members.size()));
   for (const std::uint32_t member : members) put(entry, member);
-  wake_writer();  // as for a name
   return define(shared_->groups, shared_->new_groups, entry);
 }
 
