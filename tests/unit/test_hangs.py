@@ -285,6 +285,13 @@ def test_what_others_wait_in_is_told_before_that_the_rank_waits_for_a_batch():
     )
 
 
+def test_after_the_run_a_rank_that_ended_amid_its_input_is_missed_by_nobody():
+    ended = {0: fed(Signs(state=""))}
+    assert HangDetector(0.0).observe(ended, 0.0).hang is None
+    waits = {0: waiting(5), 1: RankSample(groups={WORLD: place(4, 4)}, signs=Signs(state=""))}
+    assert HangDetector(0.0).observe(waits, 0.0).hang.rank == 1
+
+
 def test_a_forked_processs_stack_ends_where_it_was_forked():
     own = ("read (data.py:7)", "run (/usr/lib/python3.11/multiprocessing/process.py:108)")
     rest = ("_bootstrap (/usr/lib/python3.11/multiprocessing/process.py:314)", "main (a.py:1)")
