@@ -52,9 +52,9 @@ def test_one_rank_that_fails_at_its_start_may_be_one_that_torchruns_variables_mi
     failure = Failure(rank=0, error=RAISED, step=step)
     with pytest.raises(ScriptFailed) as caught:
         raise_failure(tmp_path, "x.py", exits, failure, command)
-    told = "RANK and WORLD_SIZE" in caught.value.fix
-    assert told is (step == 0 and bool(command))
-    assert caught.value.fix.endswith(f"paceline record -- {command}" if told else str(tmp_path))
+    has_hint = "RANK and WORLD_SIZE" in caught.value.fix
+    assert has_hint is (step == 0 and bool(command))
+    assert caught.value.fix.endswith(f"paceline record -- {command}" if has_hint else str(tmp_path))
 
 
 WORKER = {"name": "a loader worker", "signal": "SIGKILL", "code": 0, "by_oom": False}

@@ -99,8 +99,8 @@ def test_a_worker_that_lacked_a_core_did_not_wait_for_storage(tmp_path, queued_m
         batches=1, samples=32, fetch=30 * MS, core=6 * MS, queued=queued_ms * MS, collate=10 * MS
     )
     found = ceiling_of(tmp_path, training(input_ms=15, work_ms=5, counts=counts))
-    told = loader_words(found)
-    assert f"30.0 ms of a batch ({said}; --record-io tells" in told
+    words = loader_words(found)
+    assert f"30.0 ms of a batch ({said}; --record-io tells" in words
 
 
 def test_calls_for_files_tell_reading_from_decoding(tmp_path):

@@ -75,13 +75,13 @@ def _undivided(loader: LoaderCeiling) -> str:
     """Return what is known where reading and decoding could not be distinguished."""
     if loader.slowest != FETCH or loader.off_core is None:
         return ""
-    told = "--record-io tells reading from decoding)"
+    hint = "--record-io tells reading from decoding)"
     if loader.queued is None:
         off = format_share(loader.off_core)
-        return f" (on no core for {off} of it: it waited, as for storage, or lacked a core; {told}"
+        return f" (on no core for {off} of it: it waited, as for storage, or lacked a core; {hint}"
     parts = []
     if (waited := loader.off_core - loader.queued) >= _LEAST_TOLD:
         parts.append(f"it waited for {format_share(waited)} of it, as for storage")
     if loader.queued >= _LEAST_TOLD:
         parts.append(f"it lacked a core for {format_share(loader.queued)} of it")
-    return f" ({'; '.join([*parts, told])}"
+    return f" ({'; '.join([*parts, hint])}"
