@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from paceline.launch.child_memory import ChildMemoryLog, memory_of
+from paceline.launch.child_memory import ChildMemoryLog, ProcessMemory, memory_of
 from paceline.report.child_memory import child_memory_words
 from paceline.runs.child_memory import ChildMemory
 
@@ -17,9 +17,8 @@ GROWN = ChildMemory(
     seconds=60.0,
     private_bytes=100 * MB,
     last_private_bytes=500 * MB,
-    shared_bytes=900 * MB,
-    last_shared_bytes=520 * MB,
     steady=0.4,
+    copied_bytes=380 * MB,
 )
 
 
@@ -31,7 +30,8 @@ def noted(samples, rank=1):
     """Return what is kept of (second, {process: private, in MB}) samples; all share 1,000 MB."""
     log = ChildMemoryLog(rank)
     for at_s, private in samples:
-        log.note({n: (size * MB, (1000 - size) * MB) for n, size in private.items()}, at_s)
+        memory = {n: (size * MB, (1000 - size) * MB, size * MB) for n, size in private.items()}
+        log.note({n: ProcessMemory(*sizes) for n, sizes in memory.items()}, at_s)
     return log.result()
 
 
@@ -40,7 +40,7 @@ def test_growth_is_from_the_end_of_the_start_up_to_the_end():
     found = noted([*samples, (16, {7: 90, 8: 90})])
     assert (found.processes, found.seconds) == (2, 12)
     assert (found.private_bytes, found.last_private_bytes) == (120 * MB, 180 * MB)
-    assert (found.shared_bytes, found.last_shared_bytes) == (1880 * MB, 1820 * MB)
+    assert found.copied_bytes == (180 - 2) * MB  # what they copied as they started up, too
     assert found.steady == pytest.approx(30 / 60)
 
 
@@ -59,9 +59,25 @@ def test_copied_pages_are_said_to_be_copied():
         "(copy-on-write): to read a Python object writes its count of references. Samples in "
         "arrays (NumPy, torch, Arrow) in place of lists and dicts stay shared."
     )
-    own = child_memory_words([changed(last_shared_bytes=900 * MB), changed(rank=0), GROWN])
+    own = child_memory_words([changed(copied_bytes=0), changed(rank=0), GROWN])
     assert "copy-on-write" not in own
     assert own.endswith("to 500 MiB, and so does that of 2 other ranks.")
+
+
+def test_what_was_copied_at_the_start_is_said_although_nothing_grows():
+    at_once = changed(steady=0.0, private_bytes=480 * MB)
+    assert child_memory_words([at_once, changed(rank=0, steady=0.0)]).startswith(
+        "Rank 1's 2 processes (its loader's workers) have copied 380 MiB of the rank's memory, to "
+        "500 MiB of their own, and so have those of 1 other rank. Pages that they share"
+    )
+
+
+def test_pages_that_the_parent_writes_are_not_copied_by_a_child():
+    log = ChildMemoryLog(0)
+    for at_s in range(10):
+        private = 100 * MB * at_s
+        log.note({7: ProcessMemory(private, 1000 * MB - private, 3 * MB)}, at_s)
+    assert log.result().copied_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -74,7 +90,7 @@ def test_copied_pages_are_said_to_be_copied():
     ],
 )
 def test_little_growth_and_caches_are_not_said(values):
-    assert child_memory_words([changed(**values)]) == ""
+    assert child_memory_words([changed(copied_bytes=20 * MB, **values)]) == ""
 
 
 def test_private_memory_of_a_forked_process_is_what_it_has_written():
@@ -98,6 +114,7 @@ def test_private_memory_of_a_forked_process_is_what_it_has_written():
     os.waitpid(child, 0)
     assert after[0] - before[0] == pytest.approx(size, rel=0.1)
     assert before[1] - after[1] == pytest.approx(size, rel=0.1)
+    assert after[2] - before[2] == pytest.approx(size, rel=0.1)
     assert memory_of(child) is None
     for descriptor in (*ready, *go):
         os.close(descriptor)

@@ -1,17 +1,19 @@
 """Watches the memory of the processes that ranks start, from outside: loader workers, mostly.
 
-    /proc/PID/smaps_rollup of each process below a rank    ->  a sample: private and shared bytes
-    samples of the same processes, one after the other     ->  RUN/children/rank-00000.json
+    /proc/PID/smaps_rollup, stat of each process below a rank  ->  a sample
+    samples of the same processes, one after the other         ->  RUN/children/rank-00000.json
 
 A forked worker shares its parent's pages until one of them writes there; then each has its own
 (copy-on-write). Python writes the count of references into every object that it looks at, so that
 workers which only read a list of Python objects copy it, page by page. The resident size does not
-show it: private memory does.
+show it: private memory does. A page that the parent writes becomes the worker's own as well, but
+without a page fault of the worker's: those are counted, too.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import threading
 from pathlib import Path
@@ -36,12 +38,17 @@ _START_UP_S = 1.0  # what a worker allocates by then is not what it grows by
 _MOST_PROCESSES = 64  # of a rank that are looked at
 
 
-class MemorySample(NamedTuple):
-    """The memory of the processes below a rank at a time."""
+class ProcessMemory(NamedTuple):
+    """The memory of a process, or of several."""
 
-    at_s: float
     private_bytes: int
-    shared_bytes: int
+    shared_bytes: int  # pages that other processes map as well
+    faulted_bytes: int  # pages that were mapped or copied as it touched them, since its start
+
+
+class _Sample(NamedTuple):
+    at_s: float
+    memory: ProcessMemory
 
 
 class ChildMemoryLog:
@@ -50,19 +57,21 @@ class ChildMemoryLog:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._processes: frozenset[int] = frozenset()
-        self._samples: list[MemorySample] = []
-        self._since_s = 0.0
+        self._first: _Sample | None = None
+        self._samples: list[_Sample] = []  # since they started up
         self._most: ChildMemory | None = None
 
-    def note(self, memory: Mapping[int, tuple[int, int]], now_s: float) -> None:
-        """Note private and shared bytes of each process."""
+    def note(self, memory: Mapping[int, ProcessMemory], now_s: float) -> None:
+        """Note the memory of each process."""
         if self._processes != memory.keys():
             self._keep_most()
-            self._processes, self._samples, self._since_s = frozenset(memory), [], now_s
-        if not memory or now_s - self._since_s < _START_UP_S:
+            self._processes, self._samples, self._first = frozenset(memory), [], None
+        if not memory:
             return
-        private, shared = (sum(part) for part in zip(*memory.values(), strict=True))
-        self._samples.append(MemorySample(now_s, private, shared))
+        sample = _Sample(now_s, ProcessMemory(*map(sum, zip(*memory.values(), strict=True))))
+        self._first = self._first or sample
+        if now_s - self._first.at_s >= _START_UP_S:
+            self._samples.append(sample)
 
     def result(self) -> ChildMemory | None:
         """Return those whose private memory grew most; None if none were seen for long."""
@@ -70,25 +79,33 @@ class ChildMemoryLog:
         return self._most
 
     def _keep_most(self) -> None:
-        if len(self._samples) < 3:
+        if self._first is None or len(self._samples) < 3:
             return
         first, last = self._samples[0], self._samples[-1]
         half_s = (first.at_s + last.at_s) / 2
         middle = min(self._samples, key=lambda sample: abs(sample.at_s - half_s))
-        growth = last.private_bytes - first.private_bytes
-        late = last.private_bytes - middle.private_bytes
+        growth = last.memory.private_bytes - first.memory.private_bytes
+        late = last.memory.private_bytes - middle.memory.private_bytes
         found = ChildMemory(
             rank=self._rank,
             processes=len(self._processes),
             seconds=last.at_s - first.at_s,
-            private_bytes=first.private_bytes,
-            last_private_bytes=last.private_bytes,
-            shared_bytes=first.shared_bytes,
-            last_shared_bytes=last.shared_bytes,
+            private_bytes=first.memory.private_bytes,
+            last_private_bytes=last.memory.private_bytes,
             steady=min(1.0, max(0.0, late / growth)) if growth > 0 else 0.0,
+            copied_bytes=_copied(self._first.memory, last.memory),
         )
-        if self._most is None or found.growth_bytes >= self._most.growth_bytes:
+        if self._most is None or _size(found) >= _size(self._most):
             self._most = found
+
+
+def _size(memory: ChildMemory) -> int:
+    return max(memory.growth_bytes, memory.copied_bytes)
+
+
+def _copied(first: ProcessMemory, last: ProcessMemory) -> int:
+    lost = first.shared_bytes - last.shared_bytes
+    return max(0, min(lost, last.faulted_bytes - first.faulted_bytes))
 
 
 class ChildMemoryWatcher:
@@ -173,15 +190,16 @@ class ChildMemoryWatcher:
                 return
 
 
-def memory_of(process: int) -> tuple[int, int] | None:
-    """Return a process's private and shared bytes; None if it has ended, or may not be looked at.
+def memory_of(process: int) -> ProcessMemory | None:
+    """Return a process's memory; None if it has ended, or may not be looked at.
 
-    Shared are pages that other processes map as well: libraries, and what forked processes have not
-    written since. Memory that was swapped out counts as private.
+    Shared are libraries, and what forked processes have not written since. Memory that was swapped
+    out counts as private.
     """
-    path = Path("/proc") / str(process) / "smaps_rollup"
+    folder = Path("/proc") / str(process)
     try:
-        lines = path.read_text("ascii", "replace").splitlines()[1:]
+        lines = (folder / "smaps_rollup").read_text("ascii", "replace").splitlines()[1:]
+        fields = (folder / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     except OSError:
         return None
     sizes = {}
@@ -190,5 +208,8 @@ def memory_of(process: int) -> tuple[int, int] | None:
         sizes[name] = int(size.split()[0]) << 10
     if not sizes:  # it is ending
         return None
-    private = sizes["Private_Clean"] + sizes["Private_Dirty"] + sizes.get("SwapPss", 0)
-    return private, sizes["Shared_Clean"] + sizes["Shared_Dirty"]
+    return ProcessMemory(
+        sizes["Private_Clean"] + sizes["Private_Dirty"] + sizes.get("SwapPss", 0),
+        sizes["Shared_Clean"] + sizes["Shared_Dirty"],
+        int(fields[7]) * mmap.PAGESIZE,  # minflt; see proc(5), the state is field 0 here
+    )

@@ -14,31 +14,47 @@ if TYPE_CHECKING:
 _LEAST_BYTES = 64 << 20
 _LEAST_SHARE = 0.2  # of what they had
 _STEADY = 0.15  # of the growth, in the second half: what comes at the start alone is a cache
-_COPIED = 0.5  # of the growth, by which shared memory shrank
+_COPIED = 0.5  # of the growth, by copies of what was shared
+_COPY_ON_WRITE = (
+    "Pages that they share with the rank become their own as they touch them (copy-on-write): to "
+    "read a Python object writes its count of references. Samples in arrays (NumPy, torch, Arrow) "
+    "in place of lists and dicts stay shared."
+)
 
 
 def child_memory_words(found: Sequence[ChildMemory]) -> str:
     """Return whether loader workers' memory grew, and why; empty if it did not."""
-    grown = [memory for memory in found if _is_notable(memory)]
-    if not grown:
+    grown = [memory for memory in found if _grows(memory)]
+    if grown:
+        most = max(grown, key=lambda memory: memory.growth_bytes)
+        others = f", and so does that of {_other_ranks(grown)}" if grown[1:] else ""
+        sentence = (
+            f"The memory of {_processes(most)} grows: by {format_bytes(most.growth_bytes)} in "
+            f"{format_seconds(most.seconds)}, to {format_bytes(most.last_private_bytes)}{others}."
+        )
+        copied = most.copied_bytes >= _COPIED * most.growth_bytes
+        return f"{sentence} {_COPY_ON_WRITE}" if copied else sentence
+    copying = [memory for memory in found if memory.copied_bytes >= _LEAST_BYTES]
+    if not copying:
         return ""
-    most = max(grown, key=lambda memory: memory.growth_bytes)
-    others = f", and so does that of {plural(len(grown) - 1, 'other rank')}" if grown[1:] else ""
-    sentence = (
-        f"The memory of rank {most.rank}'s {plural(most.processes, 'process')} (its "
-        f"loader's workers) grows: by {format_bytes(most.growth_bytes)} in "
-        f"{format_seconds(most.seconds)}, to {format_bytes(most.last_private_bytes)}{others}."
-    )
-    if most.shared_bytes - most.last_shared_bytes < _COPIED * most.growth_bytes:
-        return sentence
+    most = max(copying, key=lambda memory: memory.copied_bytes)
+    others = f", and so have those of {_other_ranks(copying)}" if copying[1:] else ""
     return (
-        f"{sentence} Pages that they share with the rank become their own as they touch them "
-        "(copy-on-write): to read a Python object writes its count of references. Samples in "
-        "arrays (NumPy, torch, Arrow) in place of lists and dicts stay shared."
+        f"{_processes(most).capitalize()} have copied {format_bytes(most.copied_bytes)} of the "
+        f"rank's memory, to {format_bytes(most.last_private_bytes)} of their own{others}. "
+        f"{_COPY_ON_WRITE}"
     )
 
 
-def _is_notable(memory: ChildMemory) -> bool:
+def _processes(memory: ChildMemory) -> str:
+    return f"rank {memory.rank}'s {plural(memory.processes, 'process')} (its loader's workers)"
+
+
+def _other_ranks(found: Sequence[ChildMemory]) -> str:
+    return plural(len(found) - 1, "other rank")
+
+
+def _grows(memory: ChildMemory) -> bool:
     return (
         memory.growth_bytes >= max(_LEAST_BYTES, _LEAST_SHARE * memory.private_bytes)
         and memory.steady >= _STEADY

@@ -27,9 +27,9 @@ class ChildMemory(Record):
         seconds: from the first sample to the last, without the time in which they started up.
         private_bytes: in the first sample, summed over them.
         last_private_bytes: in the last.
-        shared_bytes: that they share with other processes, in the first sample.
-        last_shared_bytes: in the last.
         steady: share of the growth that came in the second half of that time, 0 to 1.
+        copied_bytes: that they shared with other processes and do not share since they touched
+            them, their start-up included.
     """
 
     rank: int
@@ -37,9 +37,8 @@ class ChildMemory(Record):
     seconds: float
     private_bytes: int
     last_private_bytes: int
-    shared_bytes: int
-    last_shared_bytes: int
     steady: float
+    copied_bytes: int
 
     @property
     def growth_bytes(self) -> int:
