@@ -63,6 +63,35 @@ def test_a_loaders_worker_that_does_not_go_on_is_named_with_its_line(tmp_path, r
     done.assert_nothing_left()
 
 
+POOL = """
+import multiprocessing, os, signal, torch
+
+def load(number):
+    if number == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return torch.full((4,), float(number))
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    for first in range(0, 12, 2):
+        optimizer.zero_grad()
+        model(torch.stack(pool.map(load, range(first, first + 2)))).mean().backward()
+        optimizer.step()
+"""
+
+
+def test_a_pool_that_waits_for_a_killed_process_is_named_by_it(tmp_path):
+    """Its other threads spin then, and no exception follows."""
+    (tmp_path / "script.py").write_text(POOL)
+    done = paceline(tmp_path, "run", *QUICK, "script.py")
+    check(done, tmp_path, 0, "blocked")
+    assert "process ForkPoolWorker-" in done.err
+    assert " was killed by SIGKILL; it is in wait (threading.py" in done.err
+    assert "called by <module> (script.py:14)" in done.err
+    done.assert_nothing_left()
+
+
 STOPS = """
 import os, signal, threading
 from paceline.launch.startup.sitecustomize import offer_stacks

@@ -267,12 +267,29 @@ def test_a_loop_that_waits_for_a_batch_in_vain_is_missed_by_itself():
         lambda second: {0: fed(Signs(state="S", cpu_ns=second * 10**8))},
         lambda second: {0: fed(step=second)},
         lambda second: {0: fed() if second % 4 else RankSample(step=3, signs=QUIET)},
+        lambda second: {0: RankSample(lost_child="was killed", step=second // 5, signs=QUIET)},
     ],
-    ids=["its workers compute", "it steps", "it gets batches now and then"],
+    ids=[
+        "its workers compute",
+        "it steps",
+        "it gets batches now and then",
+        "it steps although a process was killed",
+    ],
 )
 def test_a_loop_that_gets_batches_or_whose_workers_work_is_left_alone(at):
     found = findings(at, 100)
     assert all(finding.hang is None and finding.busy is None for _, finding in found)
+
+
+def test_a_loop_that_stands_still_after_a_process_was_killed_is_missed_by_itself():
+    """As that of a pool, which never gets the result that the process owed."""
+    lost = RankSample(lost_child="process Loads-1 was killed by SIGKILL", signs=QUIET)
+    hang = verdict(lambda _: {0: lost})
+    assert (hang.rank, hang.kind, hang.group) == (0, HangKind.BLOCKED, INPUT)
+    detail = detail_of(hang, lost, ("wait (/home/me/pool.py:5)",))
+    assert re.sub(r"\d+ s", "N s", detail) == (
+        "its loop has waited N s; process Loads-1 was killed by SIGKILL; it is in wait (pool.py:5)"
+    )
 
 
 def test_what_others_wait_in_is_told_before_that_the_rank_waits_for_a_batch():

@@ -8,7 +8,12 @@ from concurrent.futures.process import BrokenProcessPool
 import pytest
 
 from paceline.launch import lost_children
-from paceline.launch.lost_children import LostChild, lost_child
+from paceline.launch.lost_children import (
+    LostChild,
+    lost_child,
+    note_lost_children,
+    read_lost_child,
+)
 
 FORK = multiprocessing.get_context("fork")
 GONE = ConnectionResetError(104, "Connection reset by peer")
@@ -74,3 +79,44 @@ def test_of_a_worker_whose_loader_is_gone_torchs_message_is_left(monkeypatch):
     said = said.replace("Killed", "Bus error")
     assert lost_child(RuntimeError(said)) == LostChild("a loader worker", "SIGBUS", 0, by_oom=False)
     assert lost_child(RuntimeError(said.replace("Bus error", "Nothing known"))) is None
+
+
+@pytest.fixture
+def noted(tmp_path, monkeypatch):
+    """Have this process note its lost children as a rank does; return how to read the last one."""
+    (tmp_path / "trace").mkdir()
+    monkeypatch.setattr(lost_children, "_noted", [])
+    note_lost_children(tmp_path, 3)
+    yield lambda: read_lost_child(tmp_path, 3)
+    lost_children._notes.clear()
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_pools_killed_process_is_noted_although_the_pool_forgets_it(noted, method):
+    pool = multiprocessing.get_context(method).Pool(1)
+    result = pool.apply_async(os.kill, (pool.apply(os.getpid), signal.SIGKILL))
+    while noted() is None:
+        result.wait(0.05)  # which ends never
+    name = "ForkPoolWorker" if method == "fork" else "ForkServerPoolWorker"
+    lost = noted()
+    assert lost.name.startswith(f"process {name}-")
+    assert (lost.signal, lost.by_oom) == ("SIGKILL", False)
+    pool.terminate()
+    pool.join()
+    assert noted() == lost  # what its parent ends is not lost
+    assert lost_child(BrokenProcessPool("terminated abruptly")) == lost
+    assert lost_child(ValueError("of the script's own")) is None
+
+
+def test_a_process_that_its_parent_kills_is_not_noted(noted):
+    child = FORK.Process(target=signal.pause)
+    child.start()
+    child.kill()
+    until_ended(child)
+    assert noted() is None
+
+
+def test_a_file_that_was_cut_short_is_passed_over(tmp_path):
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "rank-00003.lost").write_text('{"name": "process')
+    assert read_lost_child(tmp_path, 3) is None

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.config import environment
 from paceline.core.errors import DestinationExists, PacelineError
 from paceline.launch.failure_report import COLLECTOR, write_report
+from paceline.launch.lost_children import note_lost_children
 from paceline.native import Recorder
 from paceline.store.serve.run_data import served_packs
 from paceline.trace.format.files import read_status, trace_name
@@ -105,6 +106,7 @@ def start(run: Path, rank: int, world_size: int, profile_steps: int = 0) -> None
     served = served_packs(environment())
     if served and environment().get("LOCAL_RANK", "0") == "0":  # counts are those of the node
         collector.see_served_data(pack.requests for pack in served)
+    note_lost_children(run, rank)
     _recording = _Recording(os.getpid(), run, rank, collector, recorder)
 
 

@@ -1,13 +1,19 @@
-"""Finds the child process whose death is the reason for a rank's exception.
+"""Finds the child process whose death is the reason for a rank's exception, or for its hang.
 
 What a rank raises when a worker of its loader is killed depends on the moment: torch's own error, a
 broken connection, or whatever a signal handler interrupts. The exit status of the child says it.
+
+A `multiprocessing.Pool` puts a new process in the place of a killed one, and waits for the lost
+result for ever. Pools forget their processes: the exit status is noted where they ask for it, and
+for the launcher in ``trace/rank-00000.lost``, beside the rank's trace.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import json
+import logging
 import multiprocessing.connection
 import multiprocessing.process
 import os
@@ -15,10 +21,16 @@ import re
 import signal
 import sys
 import traceback
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.core.node import oom_kills
+from paceline.core.on_import import on_import
 from paceline.core.processes import signal_name
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_LOG = logging.getLogger(__name__)
 
 LOADER_WORKER = "a loader worker"
 # Raised by calls that talk to a process that has gone.
@@ -31,6 +43,9 @@ _TORCH_SAYS = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: (?
 _BY_ITS_PARENT = (signal.SIGTERM, signal.SIGINT)
 _ENDS_S = 2.0  # after its connections have closed, until a process can be asked how it ended
 _KILLS_BEFORE = oom_kills()  # in this process's control group, when it began to be watched
+_POPEN_MODULES = ("multiprocessing.popen_fork", "multiprocessing.popen_forkserver")
+_noted: list[LostChild] = []  # by the thread that asked how its process ended
+_notes: dict[int, Path] = {}  # where this process notes them, by its number
 
 
 class LostChild(NamedTuple):
@@ -49,6 +64,65 @@ class LostChild(NamedTuple):
     by_oom: bool
 
 
+def note_lost_children(run: Path, rank: int) -> None:
+    """Note from now on which processes of multiprocessing, started by this one, are killed.
+
+    Args:
+        run: folder of the run.
+        rank: the global rank of this process.
+    """
+    _notes.clear()
+    _notes[os.getpid()] = run / "trace" / f"rank-{rank:05d}.lost"
+    for name in _POPEN_MODULES:
+        on_import(name, _ask_through)
+
+
+def read_lost_child(run: Path, rank: int) -> LostChild | None:
+    """Return the last process of a rank that was killed; None if none was."""
+    try:
+        text = (run / "trace" / f"rank-{rank:05d}.lost").read_text("utf-8")
+        return LostChild(**json.loads(text))
+    except (OSError, ValueError, TypeError):  # cut short by a full disk
+        return None
+
+
+def _ask_through(module: Any) -> None:
+    """Have a kind of process noted where its exit status is asked for."""
+    popen = module.Popen
+    if "_paceline_ended" in vars(popen):  # for an earlier run of this process
+        return
+    poll, send = popen.poll, popen._send_signal  # noqa: SLF001  # terminate() and kill() call it
+
+    def noting(self: Any, *args: Any, **named: Any) -> Any:
+        known = self.returncode
+        code = poll(self, *args, **named)
+        if known is None and code is not None and not self._paceline_ended:
+            _note(self, code)
+        return code
+
+    def marking(self: Any, sig: int) -> None:
+        self._paceline_ended = True
+        send(self, sig)
+
+    popen._paceline_ended = False  # noqa: SLF001  # ours
+    popen.poll, popen._send_signal = noting, marking  # noqa: SLF001  # as above
+
+
+def _note(popen: Any, code: int) -> None:
+    """Note a process that was killed by another than its parent."""
+    path = _notes.get(os.getpid())  # none in a forked child
+    if path is None or code >= 0 or -code in _BY_ITS_PARENT:
+        return
+    names = (child.name for child in _children() if child._popen is popen)  # noqa: SLF001  # nothing else knows it
+    lost = _lost(f"process {next(names, popen.pid)}", -code, code)
+    _noted.append(lost)
+    _LOG.warning("%s was killed by %s", lost.name, lost.signal)
+    partial = path.with_suffix(".lost-partial")
+    with contextlib.suppress(OSError):  # a full disk
+        partial.write_text(json.dumps(lost._asdict()), encoding="utf-8")
+        partial.replace(path)
+
+
 def lost_child(error: BaseException) -> LostChild | None:
     """Return the child whose death explains what this process raised; None if there is none.
 
@@ -61,6 +135,8 @@ def lost_child(error: BaseException) -> LostChild | None:
         _wait_for_an_end([child.pid for child in children])
     ended = [(child, code) for child in children if (code := child.exitcode)]
     killed = [entry for entry in ended if entry[1] < 0 and -entry[1] not in _BY_ITS_PARENT]
+    if is_about_it and _noted and not killed:
+        return _noted[-1]
     for child, code in killed or (ended if is_about_it else []):
         is_worker = _is_loader_worker(child) or _is_of_a_loader(error)
         name = LOADER_WORKER if is_worker else f"process {child.name}"

@@ -121,6 +121,7 @@ class RankSample:
         step: that it is in.
         in_wait: whether it is in a call that waits for other ranks.
         in_input: whether its loop waits for a batch.
+        lost_child: which process that it had started was killed in this step, and how; or empty.
         closed: whether it has closed its trace.
         groups: its place in each group that it has used.
         has_all_groups: whether a group that is not there was not used.
@@ -132,6 +133,7 @@ class RankSample:
     step: int = 0
     in_wait: bool = False
     in_input: bool = False
+    lost_child: str = ""
     closed: bool = False
     groups: Mapping[GroupKey, GroupPlace] = field(default_factory=dict)
     has_all_groups: bool = True
@@ -206,6 +208,11 @@ class _Known:
     has_worked: bool = False  # since it was first looked at
 
 
+def _loop_waits(sample: RankSample) -> bool:
+    """Return whether a rank's own loop may wait: for a batch, or for what a lost process owed."""
+    return sample.in_input or bool(sample.lost_child)
+
+
 class HangDetector:
     """Finds the rank that hangs.
 
@@ -254,7 +261,7 @@ class HangDetector:
                 known.moved_s[group], moved = now_s, True
         if before.message != sample.message:
             known.moved_s[MESSAGE], moved = now_s, True
-        if moved or before.in_input != sample.in_input:
+        if moved or _loop_waits(before) != _loop_waits(sample):
             known.moved_s[INPUT] = now_s
         known.sample = sample
         if sample.signs is not None:
@@ -302,7 +309,7 @@ class HangDetector:
                 waits.append(_Wait(rank, MESSAGE, message.count, message.name, since_s, missing))
             since_s = known.moved_s[INPUT]
             # Without a deadline, after the run: a rank that ended amid its input is missed by none.
-            if self.deadline_s and sample.in_input and now_s - since_s >= least_s:
+            if self.deadline_s and _loop_waits(sample) and now_s - since_s >= least_s:
                 waits.append(_Wait(_LOOP, INPUT, sample.step, "", since_s, frozenset({rank})))
         return waits
 

@@ -11,7 +11,9 @@ from paceline.launch.hangs.detector import Signs
 _PROC = Path("/proc")
 
 
-def signs_of(process: int, thread: int, own_bytes: int, stack: str = "") -> Signs:
+def signs_of(
+    process: int, thread: int, own_bytes: int, stack: str = "", *, thread_alone: bool = False
+) -> Signs:
     """Return the signs of work of a rank.
 
     Args:
@@ -19,15 +21,22 @@ def signs_of(process: int, thread: int, own_bytes: int, stack: str = "") -> Sign
         thread: of the training loop.
         own_bytes: that its recorder has written.
         stack: of that thread, if it was taken.
+        thread_alone: whether the process's other threads are passed over: those of a
+            `multiprocessing.Pool` spin once one of its processes was killed.
     """
     try:
         state = stat_fields(process)[0].decode()
     except OSError:
         return Signs(state="")
-    tree = [process, *descendants(process)]
+    below = descendants(process)
+    tree = [process, *below]
+    on_cores, ready = _scheduled_ns(process, thread)
+    if not thread_alone:
+        on_cores = _cpu_ns(process)
     return Signs(
         state=state,
-        cpu_ns=sum(_cpu_ns(pid) for pid in tree) + _runnable_ns(process, thread),
+        # Threads that wake now and then wait long for a core on a busy machine: the main one alone.
+        cpu_ns=on_cores + ready + sum(_cpu_ns(pid) for pid in below),
         io_bytes=sum(_io_bytes(pid) for pid in tree) - own_bytes,
         switches=_switches(process, thread),
         stack=stack,
@@ -52,20 +61,17 @@ def _cpu_ns(process: int) -> int:
     total = 0
     with contextlib.suppress(OSError):
         for folder in (_PROC / str(process) / "task").iterdir():
-            with contextlib.suppress(OSError, ValueError):
-                total += int((folder / "schedstat").read_text("ascii").split()[0])
+            total += _scheduled_ns(process, int(folder.name))[0]
     return total
 
 
-def _runnable_ns(process: int, thread: int) -> int:
-    """Return the time that a thread was runnable without a core.
-
-    Of the main thread alone: threads that wake now and then wait long for it on a busy machine.
-    """
+def _scheduled_ns(process: int, thread: int) -> tuple[int, int]:
+    """Return the time that a thread was on a core, and that it was ready without one."""
     path = _PROC / str(process) / "task" / str(thread) / "schedstat"
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(path.read_text("ascii").split()[1])
-    return 0
+    with contextlib.suppress(OSError, ValueError):
+        on_core, ready, *_ = path.read_text("ascii").split()
+        return int(on_core), int(ready)
+    return 0, 0
 
 
 def _io_bytes(process: int) -> int:

@@ -35,6 +35,7 @@ from paceline.launch.hangs.detector import (
 from paceline.launch.hangs.signs import kernel_place, signs_of
 from paceline.launch.hangs.stacks import Thread, answers, since_fork, stacks_of
 from paceline.launch.hangs.words import busy_words, detail_of, doing
+from paceline.launch.lost_children import LostChild, read_lost_child
 from paceline.launch.summary import place_of
 from paceline.runs.hang import HANG_NAME, Hang, HungChild, HungRank
 from paceline.trace.format.events import MAIN, Kind
@@ -84,6 +85,7 @@ class HangWatcher:
         self._detector = HangDetector(deadline_s)
         self._boot = ""
         self._ranks: dict[int, _WatchedRank] = {}
+        self._lost: dict[int, tuple[LostChild, int]] = {}  # of each rank, and in which step
         self._reason = ""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="paceline-hangs", daemon=True)
@@ -170,19 +172,40 @@ class HangWatcher:
     def _samples(
         self, examine: frozenset[int], stacks: Mapping[int, tuple[str, ...]]
     ) -> dict[int, RankSample]:
-        return {
-            number: _sample(rank, self._signs(rank, stacks.get(number)))
-            if number in examine
-            else _sample(rank, None)
-            for number, rank in self._ranks.items()
-        }
+        samples = {}
+        for number, rank in self._ranks.items():
+            signs = self._signs(rank, stacks.get(number)) if number in examine else None
+            samples[number] = _sample(rank, signs, self._lost_child(number))
+        return samples
+
+    def _lost_child(self, number: int) -> str:
+        """Return which process below a rank was killed in the step that it is in; or nothing."""
+        status = self._ranks[number].header.status
+        if status.boot_id != self._boot:
+            return ""
+        lost = read_lost_child(self.run, number)
+        if lost is None:
+            return ""
+        if number not in self._lost or self._lost[number][0] != lost:
+            self._lost[number] = (lost, status.step)
+        return (
+            f"{lost.name} was killed by {lost.signal}"
+            if self._lost[number][1] == status.step
+            else ""
+        )
 
     def _signs(self, rank: _WatchedRank, stack: tuple[str, ...] | None) -> Signs | None:
         status, thread = rank.header.status, rank.thread
         if thread is None or status.boot_id != self._boot:  # of another node
             return None
         text = "\n".join(stack or ("none",)) if stack is not None else ""
-        return signs_of(thread.process, thread.thread, status.written_bytes, text)
+        return signs_of(
+            thread.process,
+            thread.thread,
+            status.written_bytes,
+            text,
+            thread_alone=bool(self._lost_child(status.rank)),
+        )
 
     def _stacks(self, numbers: Iterable[int]) -> dict[int, tuple[str, ...]]:
         """Return the stacks of those ranks that are on this node."""
@@ -256,7 +279,7 @@ def _is_known(tables: RankTrace, header: LiveHeader) -> bool:
     return has_main and names < len(tables.names) and groups < len(tables.groups)
 
 
-def _sample(rank: _WatchedRank, signs: Signs | None) -> RankSample:
+def _sample(rank: _WatchedRank, signs: Signs | None, lost_child: str) -> RankSample:
     header, tables = rank.header, rank.tables
     groups: dict[GroupKey, GroupPlace] = {}
     for entry in header.groups:
@@ -275,6 +298,7 @@ def _sample(rank: _WatchedRank, signs: Signs | None) -> RankSample:
         step=header.status.step,
         in_wait=header.status.phase is Kind.WAIT,
         in_input=header.status.phase is Kind.INPUT,
+        lost_child=lost_child,
         closed=header.status.closed,
         groups=groups,
         has_all_groups=header.group_room,

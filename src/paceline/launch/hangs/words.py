@@ -51,7 +51,8 @@ def detail_of(
                 "ranks"
             )
         case _ if verdict.group == INPUT:
-            clause = f"its loop has waited {verdict.waited_s:.0f} s for a batch"
+            what = " for a batch" if sample.in_input else ""
+            clause = f"its loop has waited {verdict.waited_s:.0f} s{what}"
         case _:
             clause = f"{waiting} {have} waited {verdict.waited_s:.0f} s for it in {call}"
     parts = [clause]
@@ -61,6 +62,8 @@ def detail_of(
         parts.append("it is stopped, by SIGSTOP or a frozen container")
     if verdict.kind is HangKind.GONE:
         parts.append("it has left its loop, or ended")
+    if sample.lost_child:
+        parts.append(sample.lost_child)
     if stuck := _places_of_children(children):
         parts.append(stuck if verdict.group == INPUT else f"it waits for a batch, and {stuck}")
     elif stack:
