@@ -113,8 +113,8 @@ def _note(popen: Any, code: int) -> None:
     path = _notes.get(os.getpid())  # none in a forked child
     if path is None or code >= 0 or -code in _BY_ITS_PARENT:
         return
-    names = (child.name for child in _children() if child._popen is popen)  # noqa: SLF001  # nothing else knows it
-    lost = _lost(f"process {next(names, popen.pid)}", -code, code)
+    own = (child for child in _children() if child._popen is popen)  # noqa: SLF001  # nothing else knows it
+    lost = _lost(_name_of(next(own, None)), -code, code)
     _noted.append(lost)
     _LOG.warning("%s was killed by %s", lost.name, lost.signal)
     partial = path.with_suffix(".lost-partial")
@@ -136,10 +136,9 @@ def lost_child(error: BaseException) -> LostChild | None:
     ended = [(child, code) for child in children if (code := child.exitcode)]
     killed = [entry for entry in ended if entry[1] < 0 and -entry[1] not in _BY_ITS_PARENT]
     if is_about_it and _noted and not killed:
-        return _noted[-1]
+        return _noted[-1]._replace(name=LOADER_WORKER) if _is_of_a_loader(error) else _noted[-1]
     for child, code in killed or (ended if is_about_it else []):
-        is_worker = _is_loader_worker(child) or _is_of_a_loader(error)
-        name = LOADER_WORKER if is_worker else f"process {child.name}"
+        name = LOADER_WORKER if _is_of_a_loader(error) else _name_of(child)
         return _lost(name, -code if code < 0 else 0, code)
     said = _TORCH_SAYS.search(str(error))
     number = _signal_called(said["what"]) if said else 0
@@ -178,6 +177,12 @@ def _wait_for_an_end(processes: list[int]) -> None:
         multiprocessing.connection.wait(files, _ENDS_S)
 
 
+def _name_of(child: Any) -> str:
+    if child is None:
+        return "a process"
+    return LOADER_WORKER if _is_loader_worker(child) else f"process {child.name}"
+
+
 def _is_loader_worker(child: Any) -> bool:
     """Return whether a child is a worker of a loader that still exists."""
     module = sys.modules.get("torch.utils.data.dataloader")
@@ -188,7 +193,9 @@ def _is_loader_worker(child: Any) -> bool:
 
 
 def _is_of_a_loader(error: BaseException) -> bool:
-    """Return whether an error was raised in torch's loader."""
+    """Return whether an error is of torch's loader: raised there, or by its handler of signals."""
+    if _TORCH_SAYS.search(str(error)):
+        return True
     frames = traceback.extract_tb(error.__traceback__)
     return any("/torch/utils/data/" in frame.filename for frame in frames)
 
