@@ -67,6 +67,10 @@ def test_dynamo_makes_of_a_recorded_script_what_it_makes_of_an_unrecorded_one(tm
         assert (rank.events_of(Kind.COUNTER)["name"] == sampled).sum() == trained - 3 - 1
         assert len(rank.events_of(Kind.GRADIENT)) >= 10 * (trained - 3 - 1)
         assert len(rank.events_of(Kind.LAYER)) > 0
+        # One after the other, not within each other.
+        compiled = rank.events_of(Kind.COMPILATION)
+        assert len(compiled) >= sum(graphs.values())
+        assert (compiled["begin_ns"][1:] >= compiled["end_ns"][:-1]).all()
 
 
 @pytest.mark.campaign("torch")

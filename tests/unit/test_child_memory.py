@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from paceline.launch.child_memory import ChildMemoryLog, ProcessMemory, memory_of
+from paceline.launch.child_memory import ChildMemoryLog, ChildBytes, memory_of
 from paceline.report.child_memory import child_memory_words
 from paceline.runs.child_memory import ChildMemory
 
@@ -31,7 +31,7 @@ def noted(samples, rank=1):
     log = ChildMemoryLog(rank)
     for at_s, private in samples:
         memory = {n: (size * MB, (1000 - size) * MB, size * MB) for n, size in private.items()}
-        log.note({n: ProcessMemory(*sizes) for n, sizes in memory.items()}, at_s)
+        log.note({n: ChildBytes(*sizes) for n, sizes in memory.items()}, at_s)
     return log.result()
 
 
@@ -76,7 +76,7 @@ def test_pages_that_the_parent_writes_are_not_copied_by_a_child():
     log = ChildMemoryLog(0)
     for at_s in range(10):
         private = 100 * MB * at_s
-        log.note({7: ProcessMemory(private, 1000 * MB - private, 3 * MB)}, at_s)
+        log.note({7: ChildBytes(private, 1000 * MB - private, 3 * MB)}, at_s)
     assert log.result().copied_bytes == 0
 
 

@@ -195,6 +195,15 @@ def test_when_nobody_is_late_the_largest_shares_are_named():
     )
 
 
+def test_compiling_is_kept_apart_from_what_each_step_takes():
+    text = _verdict(total=Breakdown(compilation=6, forward=3, backward=1))
+    assert text == (
+        "No rank was late in 700 steps: compiling the model took 60 % of the loop, and of the rest "
+        "the largest part is the forward pass (75 %), followed by the backward pass (25 %)."
+    )
+    assert "compiling" not in _verdict(total=Breakdown(compilation=1, forward=60, backward=39))
+
+
 def test_waiting_for_nobody_in_particular_is_said():
     text = _verdict(total=Breakdown(backward=6, waiting=4))
     assert "ranks wait for each other 40 % of the time, not always for the same rank" in text

@@ -18,6 +18,7 @@ class Breakdown(Record):
     Attributes:
         input: the training loop waits for data.
         copy: between host and device, and offload.
+        compilation: torch.compile makes code of the model's functions.
         forward: model and loss.
         backward: gradients, without the communication that is left exposed.
         optimizer: the update, and clearing gradients.
@@ -31,6 +32,7 @@ class Breakdown(Record):
 
     input: float = 0.0
     copy: float = 0.0
+    compilation: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
     optimizer: float = 0.0

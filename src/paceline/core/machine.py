@@ -34,6 +34,7 @@ Phase = Literal["forward", "backward", "optimizer"]
 StepPhase = Literal[
     "input",
     "copy",
+    "compilation",
     "forward",
     "backward",
     "optimizer",

@@ -38,7 +38,7 @@ _START_UP_S = 1.0  # what a worker allocates by then is not what it grows by
 _MOST_PROCESSES = 64  # of a rank that are looked at
 
 
-class ProcessMemory(NamedTuple):
+class ChildBytes(NamedTuple):
     """The memory of a process, or of several."""
 
     private_bytes: int
@@ -48,7 +48,7 @@ class ProcessMemory(NamedTuple):
 
 class _Sample(NamedTuple):
     at_s: float
-    memory: ProcessMemory
+    memory: ChildBytes
 
 
 class ChildMemoryLog:
@@ -61,14 +61,14 @@ class ChildMemoryLog:
         self._samples: list[_Sample] = []  # since they started up
         self._most: ChildMemory | None = None
 
-    def note(self, memory: Mapping[int, ProcessMemory], now_s: float) -> None:
+    def note(self, memory: Mapping[int, ChildBytes], now_s: float) -> None:
         """Note the memory of each process."""
         if self._processes != memory.keys():
             self._keep_most()
             self._processes, self._samples, self._first = frozenset(memory), [], None
         if not memory:
             return
-        sample = _Sample(now_s, ProcessMemory(*map(sum, zip(*memory.values(), strict=True))))
+        sample = _Sample(now_s, ChildBytes(*map(sum, zip(*memory.values(), strict=True))))
         self._first = self._first or sample
         if now_s - self._first.at_s >= _START_UP_S:
             self._samples.append(sample)
@@ -103,7 +103,7 @@ def _size(memory: ChildMemory) -> int:
     return max(memory.growth_bytes, memory.copied_bytes)
 
 
-def _copied(first: ProcessMemory, last: ProcessMemory) -> int:
+def _copied(first: ChildBytes, last: ChildBytes) -> int:
     lost = first.shared_bytes - last.shared_bytes
     return max(0, min(lost, last.faulted_bytes - first.faulted_bytes))
 
@@ -190,7 +190,7 @@ class ChildMemoryWatcher:
                 return
 
 
-def memory_of(process: int) -> ProcessMemory | None:
+def memory_of(process: int) -> ChildBytes | None:
     """Return a process's memory; None if it has ended, or may not be looked at.
 
     Shared are libraries, and what forked processes have not written since. Memory that was swapped
@@ -208,7 +208,7 @@ def memory_of(process: int) -> ProcessMemory | None:
         sizes[name] = int(size.split()[0]) << 10
     if not sizes:  # it is ending
         return None
-    return ProcessMemory(
+    return ChildBytes(
         sizes["Private_Clean"] + sizes["Private_Dirty"] + sizes.get("SwapPss", 0),
         sizes["Shared_Clean"] + sizes["Shared_Dirty"],
         int(fields[7]) * mmap.PAGESIZE,  # minflt; see proc(5), the state is field 0 here

@@ -52,7 +52,7 @@ LOST_A_PEER = re.compile(
 _MISMATCH = "CollectiveMismatch: "  # as Paceline's backend raises it on all ranks
 _WORK = (  # what a rank records when it ends; a rank that is blocked in one of them records nothing
     *(Kind.INPUT, Kind.COPY, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER),
-    *(Kind.CHECKPOINT, Kind.EVALUATION, Kind.HOST),
+    *(Kind.CHECKPOINT, Kind.EVALUATION, Kind.HOST, Kind.COMPILATION),
 )
 # Of gloo, where it does not abort, and of torch.
 _SIZES = re.compile(r"data size doesn't match|op\.preamble\.length|invalid tensor size")

@@ -228,7 +228,7 @@ def _rest_of_step(evidence: Evidence) -> Observed:
 
     The step is that of training: evaluations are no part of it.
     """
-    not_known = ("other", "evaluation")
+    not_known = ("other", "compilation", "evaluation")
     known_s = sum(phase.seconds for name, phase in evidence.phases.items() if name not in not_known)
     rest_s = max(0.0, evidence.step.seconds - known_s)
     return Observed(seconds=rest_s, error_s=evidence.step.error_s)

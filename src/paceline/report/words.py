@@ -6,6 +6,7 @@ demo print the same verdict.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from paceline.core.breakdown import Breakdown
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 DOING = {
     "input": "waiting for data",
     "copy": "copies to and from the device",
+    "compilation": "compiling the model",
     "forward": "the forward pass",
     "backward": "the backward pass",
     "optimizer": "the optimizer",
@@ -37,6 +39,7 @@ DOING = {
 }
 _LABELS = {"transfer": "communication"}
 NOTABLE_WAITING = 0.1  # of a step
+_NOTABLE_COMPILATION = 0.05  # of the loop
 _NO_STEP = (
     "No step was recorded, so nothing is known about stragglers: the script calls no optimizer, "
     "takes no batch from a DataLoader and makes no backward pass. Call paceline.step() once per "
@@ -309,9 +312,18 @@ def _even_words(world_size: int, steps: int, total: Breakdown, most_late_rank: i
 
 
 def _spent_words(total: Breakdown) -> str:
-    shares = {name: seconds / max(total.total_s, 1e-12) for name, seconds in total.items()}
+    """Return the largest phases; compiling, which is done once, comes apart from them."""
+    compiled = total.compilation / max(total.total_s, 1e-12)
+    begin, rest = "the largest part of a step is", total
+    if compiled >= _NOTABLE_COMPILATION:
+        rest = dataclasses.replace(total, compilation=0.0)
+        begin = (
+            f"{DOING['compilation']} took {format_share(compiled)} of the loop, and of the rest "
+            "the largest part is"
+        )
+    shares = {name: seconds / max(rest.total_s, 1e-12) for name, seconds in rest.items()}
     first, second = sorted(shares, key=lambda name: -shares[name])[:2]
     return (
-        f"the largest part of a step is {DOING[first]} ({format_share(shares[first])}), "
+        f"{begin} {DOING[first]} ({format_share(shares[first])}), "
         f"followed by {DOING[second]} ({format_share(shares[second])})."
     )

@@ -6,13 +6,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from paceline.core.breakdown import Breakdown
+from paceline.core.breakdown import PHASES, Breakdown
 from paceline.report.out_of_core import Spilling
 from paceline.report.pipeline import Bubble
 from paceline.trace.analysis.host import HostTime
 from paceline.trace.analysis.pipeline import PipelineUse
 
-_WORKING = ("copy", "forward", "backward", "optimizer", "evaluation", "host", "other")
+_NOT_WORKING = {"input", "transfer", "waiting", "checkpoint"}
+_WORKING = tuple(phase for phase in PHASES if phase not in _NOT_WORKING)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _BOUNDS = (
     *(Kind.INPUT, Kind.COPY, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT),
     *(Kind.CHECKPOINT, Kind.EVALUATION, Kind.HOST, Kind.STEP, Kind.READ, Kind.WRITE),
+    Kind.COMPILATION,
 )
 TIMES_MAX = 20  # names that are reported
 

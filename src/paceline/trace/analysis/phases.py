@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _PHASE_OF = {
     Kind.INPUT: PHASES.index("input"),
     Kind.COPY: PHASES.index("copy"),
+    Kind.COMPILATION: PHASES.index("compilation"),
     Kind.FORWARD: PHASES.index("forward"),
     Kind.BACKWARD: PHASES.index("backward"),
     Kind.OPTIMIZER: PHASES.index("optimizer"),

@@ -97,6 +97,11 @@ class TorchCollector:
         self.phases.before_backward.append(self._before_backward)
         RecordedKind(Capability.DISPATCHER.value).attempt(self.collectives.install)
         on_import("torch.distributed.checkpoint", self.phases.wrap_checkpoint, checkpoints.attempt)
+        on_import(
+            "torch._dynamo.callback",
+            self.phases.wrap_compilation,
+            self.phases.recorded(Kind.COMPILATION).attempt,
+        )
         on_import("paceline.store.feed.loader", self.phases.wrap_loader, waits.attempt)
         on_import(
             "paceline.collectives.backend",

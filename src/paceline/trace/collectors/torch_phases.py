@@ -6,6 +6,7 @@ stays legal. It opens a phase only if it is the outermost one on the main thread
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ from paceline.trace.format.events import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from collections.abc import Set as AbstractSet
     from types import ModuleType
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 _OPTIMIZER, _HOST = int(Kind.OPTIMIZER), int(Kind.HOST)
 _FORWARD, _EVALUATION = int(Kind.FORWARD), int(Kind.EVALUATION)
+_COMPILATION = int(Kind.COMPILATION)
 # What belongs to the update of the parameters, beside an optimizer's step.
 _UPDATES = (
     (torch.optim.Optimizer, "zero_grad", "zero_grad"),
@@ -110,6 +112,31 @@ class PhaseRecorder:
         for attribute in ("save", "async_save"):
             if hasattr(module, attribute):
                 self.wrap(module, attribute, Kind.CHECKPOINT, f"checkpoint {attribute}")
+
+    def wrap_compilation(self, module: ModuleType) -> None:
+        """Record when Dynamo compiles: within a forward pass, or before a backward pass."""
+        handler, kind = module.CompilationCallbackHandler, self.recorded(Kind.COMPILATION)
+        original, name = handler.install_callbacks, self.recorder.intern("compile")
+
+        def begin() -> OpenPhase | None:
+            is_outermost = self.on_main_thread() and self.loop.phase != _COMPILATION
+            return self._open(_COMPILATION) if is_outermost else None
+
+        def end(state: OpenPhase) -> None:
+            self.loop.phase = state.outer
+            self.recorder.end(_COMPILATION, name, state.begin_ns, 0, state.outer)
+
+        @contextlib.contextmanager
+        def installing(*args: Any, **kwargs: Any) -> Iterator[None]:
+            state = kind.attempt(begin)
+            try:
+                with original(*args, **kwargs):
+                    yield
+            finally:
+                if state is not None:
+                    kind.attempt(end, state)
+
+        self.hooks.replace(handler, "install_callbacks", installing)
 
     def wrap_loader(self, module: ModuleType) -> None:
         """Count waiting for the store's loader as input; counters say what it did for a batch."""

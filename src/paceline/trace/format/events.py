@@ -42,6 +42,7 @@ class Kind(IntEnum):
     GRADIENT = 20
     OPERATOR = 21
     KERNEL = 22
+    COMPILATION = 23
 
 
 class LocationType(IntEnum):
