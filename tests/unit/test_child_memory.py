@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from paceline.launch.child_memory import ChildMemoryLog, ChildBytes, memory_of
+from paceline.launch.child_memory import ChildBytes, ChildMemoryLog, memory_of
 from paceline.report.child_memory import child_memory_words
 from paceline.runs.child_memory import ChildMemory
 
