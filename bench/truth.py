@@ -12,7 +12,7 @@ Each case on torch is a run of its own: two or three ranks under DistributedData
 by the recorder and the collector of `paceline run`, analysed as `paceline run` analyses them. In a
 case with a culprit one rank is slowed by 10 to 50 % for one cause (data, compute, blocked, stopped,
 not_running, checkpoint, gc) in one shape (persistent, for all of the run or for a part of it;
-periodic; drifting; intermittent). In half of the cases, and of the clean runs, a neighbour takes a
+periodic; drifting; intermittent; recurring, in blocks of random length and duty). In half of the cases, and of the clean runs, a neighbour takes a
 core now and then, for a fifth of the time.
 
 The analysis sees the traces alone. A case counts by its main straggler: the first that is named.
@@ -41,13 +41,13 @@ from truth_ring_runs import GlooStage, MpiStage
 from truth_server import compile_slow_files, start_server
 
 CAUSES = ("data", "compute", "blocked", "stopped", "not_running", "checkpoint", "gc")
-SHAPES = ("persistent", "window", "periodic", "drifting", "intermittent")
+SHAPES = ("persistent", "window", "periodic", "drifting", "intermittent", "recurring")
 STEPS = 300
 BASE_S = 0.010  # of a step that nobody slows
-CULPRITS, CLEAN = 70, 60
+CULPRITS, CLEAN = 84, 60
 CAMPAIGN = 300  # cases with a culprit, and clean runs
 RING_CULPRITS, RING_CLEAN, RING_QUICK = 56, 40, (0, 1, 2, 3, 4, 5, 6, 8, 15, 56, 57)
-QUICK = (0, 11, 19, 23, 34, 36, 52, 70, 71, 72)
+QUICK = (0, 11, 19, 23, 34, 36, 52, 84, 85, 86)
 PERIODS = (3, 5, 7, 10, 20)
 BARS = {"rank": 0.97, "cause and shape": 0.90, "accused": 1}
 BOTH_BAR, WAITING_BAR = 0.98, 0.05  # right rank and cause; error of waiting times
@@ -102,6 +102,11 @@ class Case:
                 extra[step : step + length] = 1.0
                 step += length + int(random.integers(8, 25))
             extra *= mean_s / extra.mean()
+        elif self.shape == "recurring":
+            period = int(random.integers(40, 91))
+            length = max(10, round(period * random.uniform(0.25, 0.55)))
+            for step in range(int(random.integers(period - length)), STEPS, period):
+                extra[step : step + length] = mean_s * period / length
         return extra
 
 

@@ -16,7 +16,7 @@ from paceline.trace.analysis.patterns import find_pattern
 from paceline.trace.analysis.shapes import PatternRules, best_range
 from paceline.trace.analysis.shifts import find_shifts
 
-SHAPES = ("persistent", "window", "periodic", "drifting", "intermittent")
+SHAPES = ("persistent", "window", "periodic", "drifting", "intermittent", "recurring")
 RULES = PatternRules(late_threshold_s=0.0005, min_late_steps=0.65, max_p_value=0.01, series=4)
 
 
@@ -34,7 +34,14 @@ def test_a_planted_culprit_is_found_with_its_cause_and_shape(shape, cause):
     main = found[0]
     expected = "persistent" if shape == "window" else shape
     assert (main.rank, main.cause, main.shape) == (rank, cause, expected)
-    assert main.period_steps == (period if shape == "periodic" else 0)
+    if shape == "recurring":
+        first, second = np.flatnonzero(np.diff(seconds) > 0)[:2]
+        assert main.period_steps == pytest.approx(second - first, abs=4)
+        late = np.flatnonzero(seconds)
+        assert main.block_steps == pytest.approx(len(late) / (300 / main.period_steps), rel=0.3)
+    else:
+        assert main.period_steps == (period if shape == "periodic" else 0)
+        assert main.block_steps == 0
     assert (main.slope_ms_per_step > 0) == (shape == "drifting")
     assert main.confidence >= 0.99
     late = np.flatnonzero(seconds)
@@ -121,6 +128,28 @@ def test_a_lasting_culprit_on_a_noisy_node_is_found():
         random, 2, 200, Noise(level=0.2, wander=0.03), [Culprit(0, "data", seconds)]
     )
     assert (found.rank, found.cause, found.shape) == (0, "data", "persistent")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_blocks_without_a_rhythm_have_no_period(ranks):
+    seconds = np.zeros(400)
+    for first, length in ((20, 25), (75, 40), (180, 20), (215, 30), (330, 25)):
+        seconds[first : first + length] = 0.008
+    noise = Noise(level=0.03, bursts=0.2)
+    (found, *_) = stragglers(
+        np.random.default_rng(4), ranks, 400, noise, [Culprit(1, "compute", seconds)]
+    )
+    assert (found.rank, found.cause, found.shape) == (1, "compute", "recurring")
+    assert (found.period_steps, found.block_steps) == (0, pytest.approx(25, abs=3))
+    assert found.first_step == pytest.approx(20, abs=3)
+
+
+def test_two_ranks_whose_blocks_alternate_are_neither_of_them_late():
+    """Each waits as much as it makes the other wait: uneven work, which advice is about."""
+    steps = np.arange(400)
+    turns = steps // 25 % 2
+    culprits = [Culprit(i, "compute", np.where(turns == i, 0.004, 0.0)) for i in range(2)]
+    assert stragglers(np.random.default_rng(9), 2, 400, culprits=culprits) == ()
 
 
 def test_confidence_grows_with_the_number_of_steps():

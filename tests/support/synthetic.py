@@ -136,6 +136,11 @@ def planted_seconds(random, shape, slow, steps, period=10):
         extra[int(random.integers(period)) :: period] = mean_s * period
     elif shape == "drifting":
         extra[:] = 2 * mean_s * np.arange(steps) / steps
+    elif shape == "recurring":
+        every = int(random.integers(40, 91))
+        length = max(10, round(every * random.uniform(0.25, 0.55)))
+        for step in range(int(random.integers(every - length)), steps, every):
+            extra[step : step + length] = mean_s * every / length
     else:
         step = int(random.integers(3, 20))
         while step < steps - 6:

@@ -94,6 +94,17 @@ def test_each_shape_has_its_words():
     )
 
 
+def test_blocks_are_said_with_their_rhythm_or_without():
+    blocks = {"late_share": 0.5, "block_steps": 25}
+    rhythm = _late("recurring", period_steps=50, **blocks)
+    assert _verdict((rhythm,)).startswith(
+        "Rank 1 arrives 21 ms late in about 25 of each 50 steps between steps 19 and 299, because "
+    )
+    assert "late in blocks of about 25 steps between" in _verdict((_late("recurring", **blocks),))
+    summary = summary_line(_result(straggler=rhythm), Path("runs/one"))
+    assert "rank 1 was late in about 25 of each 50 steps, in steps 19 to 299" in summary
+
+
 def test_a_confidence_is_said_where_it_is_low():
     assert _verdict((_late("intermittent", confidence=0.97),)).endswith("(confidence 97 %).")
     assert "confidence" not in _verdict((_late("intermittent", confidence=0.9999),))

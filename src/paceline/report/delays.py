@@ -45,6 +45,7 @@ def late_words(late: Straggler, world_size: int, place: str) -> str:
         "drifting": f"{_drift(late)} between {steps} ({size} late in the median)",
         "intermittent": f"{size} late now and then, in {format_share(late.late_share)} of the "
         f"steps between {steps}",
+        "recurring": f"{size} late {_blocks(late)} between {steps}",
     }[late.shape]
     unsure = "" if _is_sure(late) else f" (confidence {format_share(late.confidence)})"
     return (
@@ -73,10 +74,20 @@ def brief_steps(late: Straggler) -> str:
     steps = f"{late.first_step} to {late.last_step}"
     if late.shape == "periodic":
         return f"in every {_ordinal(late.period_steps)} step of {steps}"
-    words = {"drifting": "more and more ", "intermittent": "now and then "}
+    words = {
+        "drifting": "more and more ",
+        "intermittent": "now and then ",
+        "recurring": f"{_blocks(late)}, ",
+    }
     if late.shape == "drifting" and late.slope_ms_per_step < 0:
-        words = {"drifting": "less and less "}
+        words["drifting"] = "less and less "
     return f"{words.get(late.shape, '')}in steps {steps}"
+
+
+def _blocks(late: Straggler) -> str:
+    if late.period_steps:
+        return f"in about {late.block_steps} of each {late.period_steps} steps"
+    return f"in blocks of about {late.block_steps} steps"
 
 
 def shift_words(shifts: Sequence[Shift]) -> str:

@@ -50,14 +50,16 @@ class Straggler(Record):
         last_step: last step of the range.
         others_wait: share of the time of the late steps that the other ranks wait, 0 to 1.
         shape: persistent (late in most steps of the range), periodic (in every `period_steps`-th),
-            drifting (later by `slope_ms_per_step` in each step), or intermittent (in episodes
-            without a rhythm).
-        period_steps: steps from one late step to the next; 0 if not periodic.
+            drifting (later by `slope_ms_per_step` in each step), intermittent (in episodes
+            without a rhythm), or recurring (in blocks of some `block_steps` steps).
+        period_steps: steps from one late step, or the beginning of a block, to the next; 0 if there
+            is no rhythm.
         slope_ms_per_step: milliseconds by which the delay grows per step; 0 if not drifting.
         late_share: share of the steps of the range in which it was late, 0 to 1.
         confidence: 1 minus the p-value, 0 to 1; the p-value is the probability that noise alone
             produces such a pattern in some rank of the run, and falls with the number of steps.
             0 in results of Paceline versions that did not say.
+        block_steps: late steps on end, in the median; 0 if not recurring.
     """
 
     rank: int
@@ -71,6 +73,7 @@ class Straggler(Record):
     slope_ms_per_step: float = 0.0
     late_share: float = 1.0
     confidence: float = 0.0
+    block_steps: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,6 +257,7 @@ def _straggler(
         slope_ms_per_step=1e3 * pattern.slope_s,
         late_share=len(steps) / count,
         confidence=1.0 - pattern.p_value,
+        block_steps=pattern.block,
     )
 
 

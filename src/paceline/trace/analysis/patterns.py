@@ -1,7 +1,7 @@
 """Finds the shape of one rank's delay, and its p-value: how likely noise alone produces it.
 
 A series holds, for each step, how much later one rank was than the others; without a straggler it
-is noise around zero. Four shapes are tried, each with a test of its own, because a mean over all
+is noise around zero. Five shapes are tried, each with a test of its own, because a mean over all
 steps hides what happens in every twentieth:
 
     persistent    a range of steps that are late, perhaps all   medians of batches, Student's t
@@ -9,6 +9,7 @@ steps hides what happens in every twentieth:
                                                                 Hoeffding's bound
     drifting      later and later, or less and less             Theil-Sen slope, Mann-Kendall test
     intermittent  episodes of late steps, without a rhythm      share of all episodes, binomial test
+    recurring     blocks of many late steps, several times      sum of their lengths, Karlin-Altschul
 
 Noise of a busy node comes in bursts, so steps next to each other are not independent. No test
 assumes independence: means and medians are of batches of steps, phase folding compares steps that
@@ -26,9 +27,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paceline.trace.analysis.blocks import recurring
 from paceline.trace.analysis.periods import periodic
 from paceline.trace.analysis.shapes import (
     MIN_STEPS,
@@ -39,8 +42,12 @@ from paceline.trace.analysis.shapes import (
     persistent,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 # Of a drift that may describe a delay that another test has found; corrected for multiple tests.
 _DRIFT_P_VALUE = 0.1
+_PART = 0.8  # of the late steps of episodes, within blocks
 
 
 def find_pattern(series: np.ndarray, others: np.ndarray, rules: PatternRules) -> Pattern | None:
@@ -64,14 +71,29 @@ def find_pattern(series: np.ndarray, others: np.ndarray, rules: PatternRules) ->
         periodic(clipped, rules),
         drift,
         intermittent(clipped, others, rules),
+        recurring(clipped, others, rules),
     ]
     passed = [pattern for pattern in found if pattern and pattern.p_value <= rules.max_p_value]
     if not passed:
         return None
     if drift is not None and rules.max_p_value < drift.p_value <= _DRIFT_P_VALUE:
         passed.append(drift)
-    best = min(passed, key=lambda pattern: _criterion(clipped, pattern, rules.late_threshold_s))
+    best = min(
+        _without_parts(passed),
+        key=lambda pattern: _criterion(clipped, pattern, rules.late_threshold_s),
+    )
     return dataclasses.replace(best, p_value=min(pattern.p_value for pattern in passed))
+
+
+def _without_parts(passed: Sequence[Pattern]) -> list[Pattern]:
+    """Return the patterns without episodes that are parts of recurring blocks."""
+    blocks = [pattern for pattern in passed if pattern.shape == "recurring"]
+    return [
+        pattern
+        for pattern in passed
+        if pattern.shape != "intermittent"
+        or not any(np.mean(block.late[pattern.late]) >= _PART for block in blocks)
+    ]
 
 
 def _typical(series: np.ndarray, late_threshold_s: float) -> float:

@@ -58,7 +58,7 @@ def _periods(series: np.ndarray, late_threshold_s: float) -> list[int]:
     repeats = np.fft.irfft(np.abs(spectrum) ** 2)[: longest + 1]
     repeats[: _ALL_PERIODS + 1] = -np.inf
     longer: list[int] = np.argsort(-repeats)[:_LONG_PERIODS].tolist()
-    return short + longer
+    return short + [period for period in longer if period > _ALL_PERIODS]
 
 
 def _best_place(is_late: np.ndarray, period: int) -> tuple[int, float]:

@@ -45,7 +45,7 @@ class Pattern:
     """A shape of a rank's delay.
 
     Attributes:
-        shape: persistent, periodic, drifting or intermittent.
+        shape: persistent, periodic, drifting, intermittent or recurring.
         first: first step of the range.
         last: last step of the range.
         late: the steps in which the rank was late by this pattern, shape (steps,).
@@ -53,7 +53,8 @@ class Pattern:
         parameters: of the description: levels, ends of ranges, period and place in it.
         p_value: probability that noise alone produces such a pattern somewhere in the run, at
             most 1: corrected for the number of series, ranges and periods that were tried.
-        period: steps from one late step to the next; 0 if not periodic.
+        period: steps from one late step, or block of them, to the next; 0 if there is no rhythm.
+        block: late steps on end, if it is recurring.
         slope_s: seconds by which the delay grows in each step; 0 if not drifting.
     """
 
@@ -65,6 +66,7 @@ class Pattern:
     parameters: int
     p_value: float
     period: int = 0
+    block: int = 0
     slope_s: float = 0.0
 
 
@@ -125,18 +127,30 @@ def _p_value_of_burst(inside: np.ndarray, others: np.ndarray, rules: PatternRule
         others: the series of other ranks, shape (other ranks, steps).
         rules: the thresholds: from how many seconds a step is late, and the largest p-value.
     """
-    series = _scores(others, rules.late_threshold_s)
+    mean, count = bursts_of(others, rules.late_threshold_s)
+    if mean == 0.0:
+        return 0.0
+    score = max(0.0, float(scores_of(inside, rules.late_threshold_s).sum()))
+    return (1 + count) * math.exp(-score / mean)
+
+
+def bursts_of(others: np.ndarray, level_s: float) -> tuple[float, float]:
+    """Return the mean score of the bursts of other ranks, and how many each of them has; or zeros.
+
+    Args:
+        others: their series, shape (other ranks, steps).
+        level_s: delay with a score of 0.
+    """
+    series = scores_of(others, level_s)
     bursts = np.concatenate([np.sort(_burst_scores(scores))[:-1] for scores in series])
     if not len(bursts):
-        return 0.0
-    mean = float(np.sum(bursts**2) / np.sum(bursts)) / 2
-    score = max(0.0, float(_scores(inside, rules.late_threshold_s).sum()))
-    return (1 + len(bursts) / len(others)) * math.exp(-score / mean)
+        return 0.0, 0.0
+    return float(np.sum(bursts**2) / np.sum(bursts)) / 2, len(bursts) / len(others)
 
 
-def _scores(delay_s: np.ndarray, late_threshold_s: float) -> np.ndarray:
-    """Return the score of each step: from -1, on time, to 1, late by twice the threshold."""
-    return np.asarray(np.clip(delay_s / late_threshold_s, 0.0, 2.0) - 1.0)
+def scores_of(delay_s: np.ndarray, level_s: float) -> np.ndarray:
+    """Return the score of each step: from -1, on time, to 1, late by twice the level."""
+    return np.asarray(np.clip(delay_s / level_s, 0.0, 2.0) - 1.0)
 
 
 def _burst_scores(scores: np.ndarray) -> np.ndarray:
