@@ -9,7 +9,7 @@ steps hides what happens in every twentieth:
                                                                 Hoeffding's bound
     drifting      later and later, or less and less             Theil-Sen slope, Mann-Kendall test
     intermittent  episodes of late steps, without a rhythm      share of all episodes, binomial test
-    recurring     blocks of many late steps, several times      sum of their lengths, Karlin-Altschul
+    recurring     blocks of many late steps, several times      sum of lengths, Karlin-Altschul
 
 Noise of a busy node comes in bursts, so steps next to each other are not independent. No test
 assumes independence: means and medians are of batches of steps, phase folding compares steps that
