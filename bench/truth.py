@@ -12,8 +12,8 @@ Each case on torch is a run of its own: two or three ranks under DistributedData
 by the recorder and the collector of `paceline run`, analysed as `paceline run` analyses them. In a
 case with a culprit one rank is slowed by 10 to 50 % for one cause (data, compute, blocked, stopped,
 not_running, checkpoint, gc) in one shape (persistent, for all of the run or for a part of it;
-periodic; drifting; intermittent; recurring, in blocks of random length and duty). In half of the cases, and of the clean runs, a neighbour takes a
-core now and then, for a fifth of the time.
+periodic; drifting; intermittent; recurring, in blocks of random length and duty). In half of the
+cases, and of the clean runs, a neighbour takes a core now and then, for a fifth of the time.
 
 The analysis sees the traces alone. A case counts by its main straggler: the first that is named.
 A clean run counts as accused if a straggler is named; beside the neighbour, ranks whose threads

@@ -11,10 +11,12 @@ from support.synthetic import BASE_S, Culprit, Noise, made_up_run, planted_secon
 from paceline.core.breakdown import PHASES
 from paceline.trace.analysis.blame import find_stragglers
 from paceline.trace.analysis.causes import CAUSES, main_cause
+from paceline.trace.analysis.host import HostTime
 from paceline.trace.analysis.p_values import binomial_tail, upper_tail
 from paceline.trace.analysis.patterns import find_pattern
 from paceline.trace.analysis.shapes import PatternRules, best_range
 from paceline.trace.analysis.shifts import find_shifts
+from paceline.trace.format.events import PYTHON_CODE
 
 SHAPES = ("persistent", "window", "periodic", "drifting", "intermittent", "recurring")
 RULES = PatternRules(late_threshold_s=0.0005, min_late_steps=0.65, max_p_value=0.01, series=4)
@@ -150,6 +152,28 @@ def test_two_ranks_whose_blocks_alternate_are_neither_of_them_late():
     turns = steps // 25 % 2
     culprits = [Culprit(i, "compute", np.where(turns == i, 0.004, 0.0)) for i in range(2)]
     assert stragglers(np.random.default_rng(9), 2, 400, culprits=culprits) == ()
+
+
+def _with_a_line(name, share, culprit):
+    """Return the main straggler of a run whose rank 1 spent a share of its delay at a line."""
+    random = np.random.default_rng(11)
+    phases, *rest = made_up_run(random, 2, 200, Noise(), [culprit])
+    at_lines = (
+        HostTime(name=name, measured_s=share * culprit.seconds.sum(), samples=9, near=True),
+        HostTime(name="log.py:1", measured_s=0.4, samples=9),
+    )
+    hosts = (at_lines[1:], at_lines)
+    placed = [dataclasses.replace(rank, host=own) for rank, own in zip(phases, hosts, strict=True)]
+    return find_stragglers(placed, *rest)[0]
+
+
+def test_a_delay_between_phases_has_the_line_at_which_most_of_it_is():
+    seconds = np.full(200, 0.005)
+    late = _with_a_line("train.py:7", 0.8, Culprit(1, "blocked", seconds))
+    assert (late.cause, late.place) == ("blocked", "near train.py:7")
+    assert _with_a_line("train.py:7", 0.3, Culprit(1, "blocked", seconds)).place == ""
+    assert _with_a_line(PYTHON_CODE, 0.8, Culprit(1, "blocked", seconds)).place == ""
+    assert _with_a_line("train.py:7", 0.8, Culprit(1, "compute", seconds)).place == ""  # forward
 
 
 def test_confidence_grows_with_the_number_of_steps():

@@ -186,6 +186,7 @@ def test_phases_are_those_of_the_design():
     assert PHASES == (
         "input",
         "copy",
+        "compilation",
         "forward",
         "backward",
         "optimizer",

@@ -88,6 +88,20 @@ def test_rebalancing_is_advised_where_a_rank_is_late_to_the_end(tmp_path, ranks)
     assert any(advice.rule == "rebalance" for advice in gather(run).advice)
 
 
+def test_rebalancing_is_not_advised_for_what_a_rank_does_between_phases(tmp_path):
+    """A log that rank 1 alone writes takes as long with fewer samples."""
+    run = write_run(tmp_path, data_parallel(2, 80, late=(Late(1, 12, 0, 79, "compute"),)))
+    facts = gather_facts(analyse(load_run(run)), config={}, machine=None)
+    (late,) = facts.stragglers
+    placed = dataclasses.replace(late, place="train.py:12")
+    advised = {
+        advice.rule: advice.sentence
+        for advice in advise(dataclasses.replace(facts, stragglers=(placed,)))
+    }
+    assert "rebalance" not in advised
+    assert "in a thread, what rank 1 does at train.py:12 would" in advised["straggler_compute"]
+
+
 def test_rebalancing_is_not_advised_for_a_rank_that_recovered(tmp_path):
     run = write_run(tmp_path, data_parallel(2, 80, late=(Late(1, 12, 0, 30, "compute"),)))
     rules = {advice.rule for advice in gather(run).advice}

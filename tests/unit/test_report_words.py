@@ -94,6 +94,13 @@ def test_each_shape_has_its_words():
     )
 
 
+def test_a_line_between_phases_takes_the_place_of_the_general_words():
+    slow = _late("persistent", cause="compute", place="train.py:12")
+    assert "takes longer at train.py:12, between the phases of its step;" in _verdict((slow,))
+    asleep = _late("persistent", cause="blocked", place="near train.py:12")
+    assert "sleeps near train.py:12 (a lock, a sleep, or I/O);" in _verdict((asleep,))
+
+
 def test_blocks_are_said_with_their_rhythm_or_without():
     blocks = {"late_share": 0.5, "block_steps": 25}
     rhythm = _late("recurring", period_steps=50, **blocks)

@@ -73,6 +73,19 @@ def test_a_stack_that_was_read_after_its_gap_names_python_code(tmp_path):
     assert found == {"a.f": (0.020, 2), PYTHON_CODE: (0.010, 1)}
 
 
+@pytest.mark.parametrize(
+    ("late_ms", "words"),
+    [((0, 0, 1), "a.f"), ((1, 0.5, 0), "near a.f")],
+)
+def test_samples_that_were_read_as_the_lock_came_free_are_near_their_line(tmp_path, late_ms, words):
+    events = loop(10)
+    for step, late in zip((2, 3, 4), late_ms, strict=True):
+        at = round((10 * step + 3) * MS)
+        events.append(Event(Kind.SAMPLE, at, at, "a.f", step, round(late * MS)))
+    times = analyse_loop(tmp_path, events).host
+    assert [time.words for time in times if time.name == "a.f"] == [words]
+
+
 def test_a_sample_within_a_phase_names_nothing(tmp_path):
     """Between looking and recording, the main thread may have entered a phase."""
     phases = analyse_loop(tmp_path, loop(4, samples=[(21.0, "a.f"), (25.5, "b.g"), (500.0, "c.h")]))

@@ -181,8 +181,8 @@ def undisturbed(steps: int, stragglers: Sequence[Straggler]) -> np.ndarray:
     """Return a mask over `steps`: after the warm-up and without the steps in which a rank was late.
 
     The warm-up is 10 steps, but at most a third of the steps. Which steps an intermittent or a
-    recurring straggler delayed is not known here: if they are less than a third of its range, the whole range stays,
-    since they hardly move a median.
+    recurring straggler delayed is not known here: if they are less than a third of its range, the
+    whole range stays, since they hardly move a median.
     """
     chosen = np.ones(steps, dtype=bool)
     chosen[: min(WARM_UP_STEPS, steps // 3)] = False

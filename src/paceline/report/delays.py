@@ -49,9 +49,23 @@ def late_words(late: Straggler, world_size: int, place: str) -> str:
     }[late.shape]
     unsure = "" if _is_sure(late) else f" (confidence {format_share(late.confidence)})"
     return (
-        f"Rank {late.rank} arrives {how}, {BECAUSE[late.cause]}; {others} "
+        f"Rank {late.rank} arrives {how}, {_because(late)}; {others} "
         f"{format_share(late.others_wait)} of each of these steps{unsure}."
     )
+
+
+def _because(late: Straggler) -> str:
+    """Return the cause; what a rank does between phases may as well be calls for files."""
+    if not late.place:
+        return BECAUSE[late.cause]
+    if late.cause == "compute":
+        return f"because it takes longer {at(late.place)}, between the phases of its step"
+    return f"because its main thread sleeps {at(late.place)} (a lock, a sleep, or I/O)"
+
+
+def at(place: str) -> str:
+    """Return where a line or function is, as `HostTime.words` has it."""
+    return place if place.startswith("near ") else f"at {place}"
 
 
 def more_words(more: Sequence[Straggler]) -> str:
@@ -59,7 +73,7 @@ def more_words(more: Sequence[Straggler]) -> str:
     worst = more[0]
     text = (
         f"rank {worst.rank} by {significant(worst.late_ms, 2)} ms {brief_steps(worst)}, "
-        f"{BECAUSE[worst.cause]}"
+        f"{_because(worst)}"
     )
     if len(more) == 1:
         return f"Also late: {text}."

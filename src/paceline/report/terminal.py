@@ -371,7 +371,7 @@ def _host_work(times: Sequence[HostTime], loop_s: float, ranks: int) -> list[Ren
         ]
         for time in times[:_ROWS]
     ]
-    names = [printable(time.name) for time in times[:_ROWS]]
+    names = [printable(time.words) for time in times[:_ROWS]]
     seconds = "mean over ranks" if ranks > 1 else "seconds"
     return [Text(), _table("host work", [seconds, "of the loop", "measured by"], names, rows)]
 

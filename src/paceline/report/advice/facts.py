@@ -43,6 +43,7 @@ class StragglerScope:
         scope: its steps.
         cause: why it was late.
         late_s: its skew in these steps, the mean over them.
+        place: the line or function between phases where it was late; or empty.
         is_lasting: whether it was late in most of them, for as long as the loop went on.
         ranks: of the run.
     """
@@ -50,6 +51,7 @@ class StragglerScope:
     scope: Scope
     cause: str
     late_s: float
+    place: str = ""
     is_lasting: bool = False
     ranks: int = 2
 

@@ -118,6 +118,7 @@ def mean_times(by_rank: Sequence[Sequence[HostTime]]) -> tuple[HostTime, ...]:
             name=name,
             measured_s=sum(time.measured_s for time in times) / len(by_rank),
             samples=sum(time.samples for time in times),
+            near=any(time.near for time in times),
         )
         for (name, _), times in found.items()
     ]
@@ -151,6 +152,7 @@ def _straggler(analysis: Analysis, late: Straggler) -> StragglerScope:
         scope=scope,
         cause=late.cause,
         late_s=mean_late_s,
+        place=late.place,
         is_lasting=reaches_end and late.shape in ("persistent", "drifting"),
         ranks=analysis.trace.world_size,
     )

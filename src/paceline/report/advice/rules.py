@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.record import Record
 from paceline.report.advice.facts import working_s
+from paceline.report.delays import at
 from paceline.report.pipeline import slowest_stage, with_more_share
 from paceline.report.units import format_bytes, format_seconds, format_share, plural
 from paceline.report.words import NOTABLE_WAITING
@@ -257,11 +258,17 @@ def help_straggler(facts: Facts) -> Iterator[Advice]:
             saving_s=saving_s,
             phase_s=others.waiting,
             share=facts.share(saving_s * late.scope.steps),
-            action=f"{AGAINST_CAUSE[late.cause].format(rank=late.scope.rank)} would save "
+            action=f"{_against(late)} would save "
             f"{_of(saving_s, others.waiting)} of waiting {late.scope.words}.",
             evidence=f"On average rank {late.scope.rank} is {format_seconds(late.late_s)} late in "
             f"each of these steps, and the other ranks wait {format_seconds(others.waiting)}.",
         )
+
+
+def _against(late: StragglerScope) -> str:
+    if not late.place:
+        return AGAINST_CAUSE[late.cause].format(rank=late.scope.rank)
+    return f"Doing less often, or in a thread, what rank {late.scope.rank} does {at(late.place)}"
 
 
 def rebalance(facts: Facts) -> Iterator[Advice]:
@@ -275,6 +282,8 @@ def rebalance(facts: Facts) -> Iterator[Advice]:
     for late in facts.stragglers:
         others = late.scope.others
         if others is None or not late.is_lasting or late.cause not in _BY_SAMPLE:
+            continue
+        if late.place:  # which takes as long with fewer samples
             continue
         fast_s = others.total_s - others.waiting - others.transfer
         late_s = min(late.late_s, others.waiting)

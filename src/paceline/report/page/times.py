@@ -97,7 +97,7 @@ def host_work(report: Report) -> str:
     loop_s = max(report.total.total_s, 1e-12)
     rows = [
         [
-            time.name,
+            time.words,
             format_seconds(time.measured_s),
             format_share(time.measured_s / loop_s),
             plural(time.samples, "sample") if time.samples else "timed",

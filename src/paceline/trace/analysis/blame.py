@@ -22,7 +22,7 @@ import numpy as np
 
 from paceline.core.breakdown import PHASES
 from paceline.core.record import Record
-from paceline.trace.analysis.causes import main_cause
+from paceline.trace.analysis.causes import main_cause, place_between_phases
 from paceline.trace.analysis.patterns import find_pattern
 from paceline.trace.analysis.shapes import Pattern, PatternRules
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from paceline.trace.analysis.phases import RankPhases
 
 _WAITING = PHASES.index("waiting")
+_PLACED = ("compute", "blocked")
 _OTHERS = 32  # ranks with which the episodes of a rank are compared, at most
 _FURTHER_SHARE = 0.5  # cost of a rank's second pattern, compared with its first, to be reported too
 
@@ -60,6 +61,8 @@ class Straggler(Record):
             produces such a pattern in some rank of the run, and falls with the number of steps.
             0 in results of Paceline versions that did not say.
         block_steps: late steps on end, in the median; 0 if not recurring.
+        place: the line of the script (``train.py:12``) or the function between phases where most of
+            the delay arises, if the cause is compute or blocked; else empty.
     """
 
     rank: int
@@ -74,6 +77,7 @@ class Straggler(Record):
     late_share: float = 1.0
     confidence: float = 0.0
     block_steps: int = 0
+    place: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,6 +262,7 @@ def _straggler(
         late_share=len(steps) / count,
         confidence=1.0 - pattern.p_value,
         block_steps=pattern.block,
+        place=place_between_phases(i, ranks, pattern.late) if cause in _PLACED else "",
     )
 
 

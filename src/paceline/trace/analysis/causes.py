@@ -24,11 +24,13 @@ optimizer's, where ranks train equally many bytes of parameters.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paceline.core.breakdown import PHASES
+from paceline.trace.format.events import PYTHON_CODE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,6 +51,7 @@ CAUSES = (
 _WAITS = [PHASES.index(name) for name in ("waiting", "transfer")]
 _SEEN = [PHASES.index(name) for name in ("input", "checkpoint")]
 _OPTIMIZER = PHASES.index("optimizer")
+_BETWEEN = [PHASES.index(name) for name in ("host", "other")]
 _REST = [i for i in range(len(PHASES)) if i not in (*_WAITS, *_SEEN)]
 _FAULTS = (
     1.0  # page faults that wait for storage, more than others in a late step, that explain sleep
@@ -56,6 +59,7 @@ _FAULTS = (
 # Of the delay, that all causes explain at least. In 203 runs of bench/truth.py the time of planted
 # causes was 0.9 to 1.5 of the delay, and 0.03 where a rank merely looked late.
 _EXPLAINED_SHARE = 1 / 3
+_MOST = 0.5  # of the extra time, between phases, and of that at one line
 _STOPPED_SHARE = 0.5  # of the late steps, in which the process was stopped
 
 
@@ -100,6 +104,36 @@ def main_cause(
         return None
     cause = max(seconds, key=lambda cause: seconds[cause])
     return cause if seconds[cause] > 0.0 else None
+
+
+def place_between_phases(i: int, ranks: Sequence[RankPhases], late: np.ndarray) -> str:
+    """Return the line or function between phases at which rank `i` is longer than the others.
+
+    Empty where most of its extra time is in phases, or no line has most of what is between them.
+
+    Args:
+        i: index of the rank.
+        ranks: phases of each rank of the run.
+        late: the late steps, shape (steps,).
+    """
+    for steps in map(np.flatnonzero, (late, _before(late))):
+        rest_s, usual_rest_s = _own_and_others(
+            i, [rank.seconds[:, _REST].sum(axis=1) for rank in ranks], steps
+        )
+        own_s, usual_s = _own_and_others(
+            i, [rank.seconds[:, _BETWEEN].sum(axis=1) for rank in ranks], steps
+        )
+        extra_s = own_s - usual_s
+        if extra_s <= 0.0 or extra_s < _MOST * (rest_s - usual_rest_s):
+            continue
+        usual: Counter[str] = Counter()
+        for rank in (*ranks[:i], *ranks[i + 1 :]):
+            usual.update({time.name: time.measured_s / (len(ranks) - 1) for time in rank.host})
+        excess = {time.name: time.measured_s - usual[time.name] for time in ranks[i].host}
+        place = max(excess, key=lambda name: excess[name], default=PYTHON_CODE)
+        if place != PYTHON_CODE and excess[place] >= _MOST * extra_s * len(steps):
+            return next(time.words for time in ranks[i].host if time.name == place)
+    return ""
 
 
 def _before(late: np.ndarray) -> np.ndarray:

@@ -29,6 +29,7 @@ _BOUNDS = (
     *(Kind.CHECKPOINT, Kind.EVALUATION, Kind.HOST, Kind.STEP, Kind.READ, Kind.WRITE),
     Kind.COMPILATION,
 )
+_FORCED_NS = 4_500_000  # the interval of sys.getswitchinterval() is 5 ms
 TIMES_MAX = 20  # names that are reported
 
 
@@ -40,11 +41,19 @@ class HostTime(Record):
         name: of the work that a hook saw, or of the function or line that samples found.
         measured_s: its seconds; for samples an estimate.
         samples: number of samples that it rests on; 0 if a hook timed it.
+        near: whether most of them were read late, as the main thread gave the interpreter's lock
+            away by itself: the work may have been at lines before.
     """
 
     name: str
     measured_s: float
     samples: int = 0
+    near: bool = False
+
+    @property
+    def words(self) -> str:
+        """The name as it is shown."""
+        return f"near {self.name}" if self.near else self.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -69,7 +78,7 @@ def host_work(rank: RankTrace, begins: np.ndarray, ends: np.ndarray) -> HostWork
         ends: when each step ended, shaped as `begins`.
     """
     seconds: dict[tuple[str, int], float] = {}
-    sampled_s = np.zeros(len(begins))
+    sampled_s, near = np.zeros(len(begins)), set[str]()
     if len(begins):
         for name, own_s in _recorded_s(rank, int(begins[0]), int(ends[-1])).items():
             seconds[name, 0] = own_s
@@ -78,6 +87,7 @@ def host_work(rank: RankTrace, begins: np.ndarray, ends: np.ndarray) -> HostWork
             gaps = _gaps(rank, int(begins[0]), int(ends[-1]))
             sampled, named = _sampled(rank, gaps, samples)
             seconds.update(named)
+            near = _read_late(rank, samples)
             steps = np.searchsorted(ends, gaps["end_ns"], side="left")
             lengths_s = (gaps["end_ns"] - gaps["begin_ns"]) / 1e9
             chosen = sampled & (steps < len(ends))
@@ -86,7 +96,8 @@ def host_work(rank: RankTrace, begins: np.ndarray, ends: np.ndarray) -> HostWork
             ).astype(float)
     longest = sorted(seconds.items(), key=lambda item: (-item[1], item[0]))[:TIMES_MAX]
     times = tuple(
-        HostTime(name=name, measured_s=own_s, samples=count) for (name, count), own_s in longest
+        HostTime(name=name, measured_s=own_s, samples=count, near=count > 0 and name in near)
+        for (name, count), own_s in longest
     )
     return HostWork(times=times, sampled_s=sampled_s)
 
@@ -141,6 +152,18 @@ def _sampled(
         for name in np.flatnonzero(seconds).tolist()
     }
     return known[kind_of], found
+
+
+def _read_late(rank: RankTrace, samples: np.ndarray) -> set[str]:
+    """Return the names of which most samples were read late, but not by force.
+
+    The interpreter has a thread give its lock to another after an interval, wherever it is then.
+    """
+    late_ns = samples["amount"].astype(np.int64)
+    is_late = (late_ns > 0) & (late_ns < _FORCED_NS)
+    counts = np.bincount(samples["name"], minlength=len(rank.names))
+    late = np.bincount(samples["name"], weights=is_late, minlength=len(rank.names))
+    return {rank.names[name] for name in np.flatnonzero(2 * late > counts).tolist()} - {PYTHON_CODE}
 
 
 def _recorded_s(rank: RankTrace, first_ns: int, end_ns: int) -> dict[str, float]:
