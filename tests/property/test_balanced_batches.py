@@ -202,3 +202,7 @@ def test_samples_in_proportion_add_up(weights, each, least):
     if least == 1 and all(total * weight / whole >= 1 for weight in weights):
         for count, weight in zip(samples, weights, strict=True):
             assert abs(count - total * weight / whole) < 1 + 1e-6
+
+
+def test_what_the_least_samples_cost_is_taken_from_all_others():
+    assert in_proportion(11, [30, 20, 1, 1], 2) == (5, 2, 2, 2)  # exactly: 6.3, 4.2, 0.2, 0.2

@@ -254,6 +254,7 @@ def test_a_norm_is_judged_by_those_of_other_clients():
 def test_accuracy_for_clients_follows_from_their_classes():
     labels = np.array([0, 0, 0, 1, 1, 2])
     parts = [np.array([0, 1]), np.array([2, 3]), np.array([3, 4, 5])]
+    assert class_mixes(labels, [np.array([5])], 3).tolist() == [[0, 0, 1]]
     mixes = class_mixes(labels, parts, 3)
     assert mixes.tolist() == [
         [1, 0, 0],

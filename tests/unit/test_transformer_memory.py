@@ -80,6 +80,14 @@ def test_what_is_computed_again_is_not_kept(recompute, fused):
     assert kept <= whole <= kept + again + 4 * 2048 * 12288
 
 
+def test_with_its_operators_recomputed_a_layer_keeps_half_of_the_products_outputs():
+    """And its input: of 34 bytes 28 are outputs of products."""
+    whole = activation_bytes(gpt(), Plan(fused_attention=False), 1)[0]
+    kept, again = activation_bytes(gpt(), Plan(fused_attention=False, recompute="operators"), 1)
+    assert kept == 2048 * 12288 * (2 + 14)
+    assert again == whole - 2048 * 12288 * 14
+
+
 @pytest.mark.parametrize(("sequence_parallel", "ranks"), [(False, 1), (True, 8)])
 def test_recomputed_whole_a_layer_keeps_its_input_in_half_precision(sequence_parallel, ranks):
     """Korthikanti et al. 2022, table 2: 2 s b h, divided among ranks of a parallel sequence."""
