@@ -1,10 +1,14 @@
 """What became slower from one run to another, and what is noise."""
 
+import dataclasses
+
 import numpy as np
 from support.traces import Late, data_parallel, write_run
 
+from paceline.report.comparable import unlike_runs
+from paceline.report.efficiency import render_run_comparison
 from paceline.trace.analysis import analyse
-from paceline.trace.efficiency import compare_runs, read_series
+from paceline.trace.efficiency import compare_runs, compare_series, read_series
 from paceline.trace.efficiency.comparison import series_of
 from paceline.trace.merge import load_run
 
@@ -58,11 +62,28 @@ def test_runs_of_few_steps_or_other_ranks_say_less(tmp_path):
     assert not [change for change in other.changes if change.part == "rank"]
 
 
+def test_unlike_programs_and_models_are_said(tmp_path):
+    series = [series_of(analysed(tmp_path / name, 1), name) for name in "ab"]
+    train, own = {"script": "/home/me/train.py"}, {"script": "own.py"}
+    assert unlike_runs(*series, train, {"script": "train.py"}) == ""
+    assert unlike_runs(*series, train, {}) == ""  # a run of before
+    assert unlike_runs(*series, train, own) == "A ran /home/me/train.py, B own.py"
+    small = dataclasses.replace(series[0], trained_bytes=4096)
+    large = dataclasses.replace(series[1], trained_bytes=8192)
+    assert unlike_runs(small, series[1], own, own) == ""  # one does not say
+    said = unlike_runs(small, large, own, own)
+    assert said == "A trained 4,096 bytes of parameters, B 8,192"
+    found = dataclasses.replace(compare_series(small, large), unlike=said)
+    shown = "".join(str(part) for part in render_run_comparison(found).renderables)
+    assert f"These are unlike programs or models, not one that has changed: {said}." in shown
+
+
 def test_a_run_that_is_read_window_by_window_has_the_same_series(tmp_path):
     late = (Late(rank=1, ms=3, first=20, last=60),)
     whole = series_of(analysed(tmp_path, 1, late=late), "run A")
     parts = read_series(tmp_path, "run A", window_events=150)  # some ten steps
     assert (parts.ranks, parts.world_size) == (whole.ranks, whole.world_size)
+    assert parts.trained_bytes == whole.trained_bytes
     assert parts.seconds.keys() == whole.seconds.keys()
     for name, seconds in whole.seconds.items():
         np.testing.assert_allclose(parts.seconds[name], seconds, atol=1e-12, err_msg=str(name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -218,18 +219,21 @@ def compare(a: Path, b: Path, as_json: bool) -> None:
     """Print what became slower or faster from run A to run B, by phase, rank and operation.
 
     Each change has its 95 % interval and the probability that noise within the runs alone makes it.
+    Runs of unlike programs or models are compared, too, and said to be so.
     """
     from rich.console import Console
 
+    from paceline.report.comparable import unlike_runs
     from paceline.report.efficiency import render_run_comparison
     from paceline.runs.folder import RunFolder
     from paceline.trace.efficiency import compare_series, read_series
 
-    series = [
-        read_series(RunFolder.open(chosen_run(run)).path, name)
-        for run, name in ((a, "run A"), (b, "run B"))
-    ]
-    found = compare_series(*series)
+    folders = [RunFolder.open(chosen_run(run)) for run in (a, b)]
+    first, second = map(read_series, (folder.path for folder in folders), ("run A", "run B"))
+    configs = (folder.read_config() for folder in folders)
+    found = dataclasses.replace(
+        compare_series(first, second), unlike=unlike_runs(first, second, *configs)
+    )
     if as_json:
         click.echo(json.dumps({"kind": "comparison", **found.to_json()}))
         return

@@ -1,4 +1,4 @@
-"""Whether an Estimate and a run belong together: only then does a report compare them.
+"""Whether an Estimate and a run, or two runs, belong together: what a comparison is worth.
 
 What a run was is taken from its own evidence: its traces, its configuration, and the machine that
 it kept. Evidence that a run of an earlier Paceline did not leave is passed over.
@@ -6,6 +6,7 @@ it kept. Evidence that a run of an earlier Paceline did not leave is passed over
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.record import digest
@@ -13,10 +14,11 @@ from paceline.report.units import format_bytes, plural
 from paceline.trace.analysis.counters import trained_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from paceline.core.estimate import Estimate
     from paceline.trace.analysis.communication import Traffic
+    from paceline.trace.efficiency.comparison import RunSeries
     from paceline.trace.merge import Trace
 
 # Tolerance of the ratio of bytes reduced per step to the gradients' bytes. The ratio is k if
@@ -66,6 +68,27 @@ def difference(
     return machine_difference(
         estimate, digest(machine) if machine else "", str(machine.get("name", ""))
     ) or _model_difference(estimate, trace, traffic, steps)
+
+
+def unlike_runs(
+    a: RunSeries, b: RunSeries, a_config: Mapping[str, Any], b_config: Mapping[str, Any]
+) -> str:
+    """Return how the programs or the models of two runs differ; empty if nothing says so.
+
+    Args:
+        a: run A.
+        b: run B.
+        a_config: its ``config.json``.
+        b_config: that of run B.
+    """
+    found = []
+    a_program, b_program = (str(config.get("script", "")) for config in (a_config, b_config))
+    if a_program and b_program and Path(a_program).name != Path(b_program).name:
+        found.append(f"A ran {a_program}, B {b_program}")
+    if a.trained_bytes and b.trained_bytes and a.trained_bytes != b.trained_bytes:
+        sizes = (f"{size:,}" for size in (a.trained_bytes, b.trained_bytes))
+        found.append("A trained {} bytes of parameters, B {}".format(*sizes))
+    return "; ".join(found)
 
 
 def machine_difference(estimate: Estimate, machine_digest: str, name: str) -> str:

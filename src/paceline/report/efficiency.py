@@ -248,8 +248,11 @@ def render_run_comparison(found: RunComparison) -> Group:
     rows = tuple(_change_row(change) for change in shown[:_MOST_CHANGES])
     left = len(found.changes) - len(rows)
     heads = ("a step", "A", "B", "change", "95 %: +-", "p-value", "is")
-    parts: list[RenderableType] = [
-        Text(comparison_sentence(found), style="bold"),
+    parts: list[RenderableType] = [Text(comparison_sentence(found), style="bold")]
+    if found.unlike:
+        words = f"These are unlike programs or models, not one that has changed: {found.unlike}."
+        parts.append(Text(printable(words), style="yellow"))
+    parts += [
         Text(
             f"A: {plural(found.a_steps, 'step')} of {plural(found.a_ranks, 'rank')}; "
             f"B: {plural(found.b_steps, 'step')} of {plural(found.b_ranks, 'rank')}"

@@ -22,6 +22,7 @@ from paceline.core.breakdown import PHASES
 from paceline.core.errors import NotFound
 from paceline.core.record import Record
 from paceline.core.students_t import t_95
+from paceline.trace.analysis.counters import trained_bytes
 from paceline.trace.analysis.p_values import upper_tail_t
 from paceline.trace.analysis.phases import rank_phases
 from paceline.trace.analysis.waits import awaited_calls, waits_and_calls
@@ -91,6 +92,7 @@ class RunComparison(Record):
         a_ranks: ranks of run A.
         b_ranks: ranks of run B; ranks are compared one by one only if there are as many.
         changes: the step, then phases, ranks and operations, the largest change first in each.
+        unlike: how the runs' programs or models differ, in words; empty as far as they do not.
     """
 
     a_steps: int
@@ -98,6 +100,7 @@ class RunComparison(Record):
     a_ranks: int
     b_ranks: int
     changes: tuple[Change, ...]
+    unlike: str = ""
 
     @property
     def step(self) -> Change:
@@ -114,11 +117,14 @@ class RunSeries:
         world_size: number of ranks of the run.
         seconds: of each part and name, as of `Change`, by step, shape (steps,), without the first
             steps and those that were not recorded.
+        trained_bytes: of the parameters that the optimizers of a rank step, the most of any rank; 0
+            if the traces do not say.
     """
 
     ranks: int
     world_size: int
     seconds: dict[tuple[str, str], np.ndarray]
+    trained_bytes: int = 0
 
 
 def compare_runs(a: Analysis, b: Analysis) -> RunComparison:
@@ -171,7 +177,10 @@ def series_of(analysis: Analysis, run: str) -> RunSeries:
     found = _parts(trace, analysis.waits, awaited_calls(trace), analysis.phases, (0, steps))
     recorded = np.all([rank.recorded[:steps] for rank in analysis.phases], axis=0)
     return RunSeries(
-        ranks=len(trace.ranks), world_size=trace.world_size, seconds=_kept([found], recorded)
+        ranks=len(trace.ranks),
+        world_size=trace.world_size,
+        seconds=_kept([found], recorded),
+        trained_bytes=max(map(trained_bytes, trace.ranks), default=0),
     )
 
 
@@ -190,10 +199,11 @@ def read_series(run: Path, name: str, *, window_events: int = _WINDOW_EVENTS) ->
     """
     with SpooledRun(run) as spooled:
         _check_steps(spooled.steps, name)
-        windows = []
+        windows, trained = [], 0
         for first, stop in spooled.windows(0, spooled.steps, window_events):
             before = max(0, first - BEFORE)
             trace = _from_step(spooled.read(first, stop), before)
+            trained = max(trained, *map(trained_bytes, trace.ranks))
             waits, awaited = waits_and_calls(trace)
             phases = rank_phases(trace.ranks, waits)
             windows.append(_parts(trace, waits, awaited, phases, (first - before, stop - before)))
@@ -202,6 +212,7 @@ def read_series(run: Path, name: str, *, window_events: int = _WINDOW_EVENTS) ->
             ranks=len(spooled.ranks),
             world_size=spooled.world_size,
             seconds=_kept(windows, recorded),
+            trained_bytes=trained,
         )
 
 
