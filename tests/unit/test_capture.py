@@ -287,3 +287,52 @@ def test_batches_that_cannot_be_copied_are_explained():
 
     with pytest.raises(UsageError, match="cannot be captured"):
         capture(TrainingStep(module=torch.nn.Identity(), inputs=Odd()))
+
+
+# --- whose an error is --------------------------------------------------------------------------
+
+
+class Uneven(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 4), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def half_of(output, target):
+    return nn.functional.cross_entropy(output, target[:2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "where", "why"),
+    [
+        (
+            {"module": Uneven()},
+            "forward pass fails on the inputs",
+            "Uneven, layer second; ",
+            "(4, 8)",
+        ),
+        ({"inputs": torch.zeros(4, 9)}, "forward pass fails on the inputs", "layer 0", "(4, 9)"),
+        (
+            {"loss_fn": half_of, "target": torch.zeros(4, dtype=torch.long)},
+            "the loss function fails on the model's output",
+            "half_of; ",
+            "it was given float32 (4, 3), int64 (4,)",
+        ),
+        ({"loss_fn": lambda output: output}, "the loss is not one number", "Sequential", "(4, 3)"),
+        (
+            {"optimizer": lambda parameters: torch.optim.SGD(parameters, -1)},
+            "the optimizer cannot be made",
+            "test_capture.py:",
+            "Invalid learning rate",
+        ),
+    ],
+)
+def test_an_error_says_whose_it_is_and_what_it_was_given(changes, what, where, why):
+    module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    with pytest.raises(UsageError, match=what) as caught:
+        capture(TrainingStep(**{"module": module, "inputs": torch.zeros(4, 8), **changes}))
+    assert where in caught.value.where
+    assert why in caught.value.why

@@ -21,7 +21,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.core.errors import UsageError
@@ -36,7 +40,7 @@ from paceline.core.workload import (
 from paceline.training import lbfgs
 from paceline.training.live_memory import LiveMemory
 from paceline.training.operators import bytes_of, tensors_in, works_of
-from paceline.training.source_line import source_line
+from paceline.training.source_line import UNKNOWN_LINE, source_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -98,9 +102,10 @@ def capture(
 
     Raises:
         UsageError: the model needs values, not only shapes, to go on (data-dependent control flow),
-            or returns no tensor to differentiate.
+            or returns no tensor to differentiate; or the model, the loss function or the optimizer
+            raises an error: the message says which, on what, and in which line.
     """
-    try:
+    with _blaming("the model cannot be captured", type(step.module).__name__):
         if runs:
             mode: Any = contextlib.nullcontext()
             module, inputs, target = copy.deepcopy(step.module), step.inputs, step.target
@@ -111,16 +116,6 @@ def capture(
         recorder = record(module, inputs) if record else OperatorRecorder(module)
         with mode, recorder.watching():
             optimizer = _run(recorder, module, inputs, target, step)
-    except UsageError:
-        raise
-    except Exception as problem:
-        raise UsageError(
-            "the model cannot be captured",
-            where=f"{type(step.module).__name__}; {source_line(problem)}",
-            why=f"{type(problem).__name__}: {problem}",
-            fix="Check that a training step runs, and that no layer branches on tensor values; or "
-            "plan with --compute measured, which runs it",
-        ) from problem
     batch = tensors_in(inputs)
     return Workload(
         name=name or type(step.module).__name__,
@@ -142,6 +137,44 @@ def capture(
     )
 
 
+@contextlib.contextmanager
+def _blaming(what: str, where: str | Callable[[], str], given: Any = None) -> Iterator[None]:
+    """Raise what is raised within as an error that says whose it is.
+
+    Args:
+        what: fails, with a verb; where values of tensors are asked for, it cannot be captured.
+        where: it fails, or what returns that then; the line of the script is added.
+        given: what it was called with, of which the tensors' shapes are said.
+    """
+    try:
+        yield
+    except UsageError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as problem:
+        raise UsageError(
+            "the model cannot be captured",
+            where=_place(where, problem),
+            why=f"{type(problem).__name__}: {problem}",
+            fix="Check that neither a layer nor the loss function branches on tensor values; or "
+            "plan with --compute measured, which runs the step",
+        ) from problem
+    except Exception as problem:
+        shapes = [f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors_in(given)]
+        on = f"; it was given {', '.join(shapes)}".replace("torch.", "") if shapes else ""
+        raise UsageError(
+            what,
+            where=_place(where, problem),
+            why=f"{type(problem).__name__}: {problem}{on}",
+            fix="Check that a training step runs, as the training loop makes it; one whose layers "
+            "branch on tensor values may be planned with --compute measured, which runs it",
+        ) from problem
+
+
+def _place(where: str | Callable[[], str], problem: Exception) -> str:
+    found = (where if isinstance(where, str) else where(), source_line(problem))
+    return "; ".join(part for part in found if part != UNKNOWN_LINE)
+
+
 def _run(
     recorder: OperatorRecorder,
     module: torch.nn.Module,
@@ -149,7 +182,9 @@ def _run(
     target: Any,
     step: TrainingStep,
 ) -> torch.optim.Optimizer | None:
-    optimizer = step.optimizer(module.parameters()) if step.optimizer else None
+    name = type(module).__name__
+    with _blaming("the optimizer cannot be made", name):
+        optimizer = step.optimizer(module.parameters()) if step.optimizer else None
     passes = step.accumulation * _evaluations(optimizer)
     _pass(recorder, module, inputs, target, step)
     if passes > 1:  # the first pass makes the gradients, the others add to them
@@ -160,10 +195,11 @@ def _run(
         recorder.count_vectors(lbfgs.vector_calls(optimizer))
     elif optimizer is not None:
         recorder.phase = None  # the first update also makes the state: not what a step costs
-        optimizer.step()
-        recorder.own_gradients()
-        recorder.phase = "optimizer"
-        optimizer.step()
+        with _blaming("the optimizer's step fails", type(optimizer).__name__):
+            optimizer.step()
+            recorder.own_gradients()
+            recorder.phase = "optimizer"
+            optimizer.step()
     recorder.phase = None
     return optimizer
 
@@ -177,20 +213,35 @@ def _pass(
 ) -> None:
     """Run one forward and backward pass."""
     recorder.phase = "forward"
-    output = recorder.call(inputs)
+    name = type(module).__name__
+    with _blaming(
+        "the model's forward pass fails on the inputs", lambda: recorder.place_in(name), inputs
+    ):
+        output = recorder.call(inputs)
+    given = (output,) if target is None else (output, target)
     if step.loss_fn is None:
         loss = loss_in(output)
     else:
-        loss = step.loss_fn(output) if target is None else step.loss_fn(output, target)
-    del output
+        called = getattr(step.loss_fn, "__name__", type(step.loss_fn).__name__)
+        with _blaming("the loss function fails on the model's output", called, given):
+            loss = step.loss_fn(*given)
+    del output, given
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
         raise UsageError(
             "there is no loss to differentiate",
-            where=type(module).__name__,
+            where=name,
             fix="Give a loss_fn that returns a tensor which depends on the parameters",
         )
+    if loss.numel() != 1:
+        raise UsageError(
+            "the loss is not one number",
+            where=name,
+            why=f"it has the shape {tuple(loss.shape)}",
+            fix="Give a loss_fn that returns the sum or the mean",
+        )
     recorder.phase = "backward"
-    loss.backward()
+    with _blaming("the backward pass from the loss fails", name, loss):
+        loss.backward()
 
 
 def call_arguments(module: torch.nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -311,6 +362,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not
         self.largest_bytes = 0
         self._module = module
         self._stack = [""]
+        self._failed = ""
         self._counts: dict[str, Counter[tuple[Any, ...]]] = {"": Counter()}
         self._owner_of = {
             id(parameter): name.rpartition(".")[0] for name, parameter in module.named_parameters()
@@ -326,6 +378,10 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not
         self._peaks: dict[str, int] = Counter()
         for tensor in [*module.parameters(), *module.buffers()]:
             self._live.mark(tensor)
+
+    def place_in(self, model: str) -> str:
+        """Return the model, and the layer that raised an error if it is a part of it."""
+        return f"{model}, layer {self._failed}" if self._failed else model
 
     def call(self, inputs: Any) -> Any:
         """Return the module's output for a batch."""
@@ -357,12 +413,15 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not
     def _enter(self, name: str) -> Callable[..., None]:
         def enter(*_: Any) -> None:
             self._stack.append(name)
+            self._failed = ""
             self._counts.setdefault(name, Counter())
 
         return enter
 
-    def _leave(self, *_: Any) -> None:
-        self._stack.pop()
+    def _leave(self, _module: torch.nn.Module, _given: Any, output: Any) -> None:
+        layer = self._stack.pop()
+        if output is None:  # it raises, and then so do those that called it
+            self._failed = self._failed or layer
 
     def repeat(self, calls: int) -> None:
         """Let each call from now on stand for so many; the first pass alone keeps activations."""

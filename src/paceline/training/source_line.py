@@ -8,6 +8,7 @@ import traceback
 
 import torch
 
+UNKNOWN_LINE = "unknown line"
 # As they stand in the names of frames.
 _FOLDERS = (os.path.dirname(torch.__file__), os.path.dirname(__file__))  # noqa: PTH120
 
@@ -17,7 +18,7 @@ def source_line(problem: BaseException) -> str:
     frames = traceback.extract_tb(problem.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith((*_FOLDERS, "<"))]
     if not own:
-        return "unknown line"
+        return UNKNOWN_LINE
     last = own[-1]
     line = linecache.getline(last.filename, last.lineno or 0).strip()
     return f"{last.filename}:{last.lineno}; `{line}`"
