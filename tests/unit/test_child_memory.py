@@ -22,6 +22,10 @@ GROWN = ChildMemory(
 )
 
 
+def said(found, steps=100, loads=True):
+    return child_memory_words(found, steps=steps, loads=loads)
+
+
 def changed(**values):
     return dataclasses.replace(GROWN, **values)
 
@@ -53,23 +57,35 @@ def test_the_workers_of_each_epoch_are_a_group_of_their_own():
 
 
 def test_copied_pages_are_said_to_be_copied():
-    assert child_memory_words([GROWN]) == (
+    assert said([GROWN]) == (
         "The memory of rank 1's 2 processes (its loader's workers) grows: by 400 MiB in 60.0 s, to "
         "500 MiB. Pages that they share with the rank become their own as they touch them "
         "(copy-on-write): to read a Python object writes its count of references. Samples in "
         "arrays (NumPy, torch, Arrow) in place of lists and dicts stay shared."
     )
-    own = child_memory_words([changed(copied_bytes=0), changed(rank=0), GROWN])
+    own = said([changed(copied_bytes=0), changed(rank=0), GROWN])
     assert "copy-on-write" not in own
     assert own.endswith("to 500 MiB, and so does that of 2 other ranks.")
 
 
 def test_what_was_copied_at_the_start_is_said_although_nothing_grows():
     at_once = changed(steady=0.0, private_bytes=480 * MB)
-    assert child_memory_words([at_once, changed(rank=0, steady=0.0)]).startswith(
+    assert said([at_once, changed(rank=0, steady=0.0)]).startswith(
         "Rank 1's 2 processes (its loader's workers) have copied 380 MiB of the rank's memory, to "
         "500 MiB of their own, and so have those of 1 other rank. Pages that they share"
     )
+
+
+def test_processes_are_called_workers_only_where_a_loader_has_some():
+    assert said([GROWN], loads=False).startswith("The memory of rank 1's 2 processes grows: by")
+
+
+def test_processes_of_a_rank_without_steps_may_be_what_trains():
+    assert said([changed(seconds=3.0)], steps=0) == (
+        "What the processes that rank 1 started did is not recorded: a rank has one trace. If they "
+        "train, start them as ranks (paceline run -n)."
+    )
+    assert said([], steps=0) == ""
 
 
 def test_pages_that_the_parent_writes_are_not_copied_by_a_child():
@@ -85,12 +101,13 @@ def test_pages_that_the_parent_writes_are_not_copied_by_a_child():
     [
         {"last_private_bytes": 150 * MB},
         {"private_bytes": 4000 * MB, "last_private_bytes": 4400 * MB},
+        {"seconds": 12.0},  # imports of a process that was spawned
         {"steady": 0.05},  # a cache that is full
         {"last_private_bytes": 1 * MB, "steady": 0.0},
     ],
 )
 def test_little_growth_and_caches_are_not_said(values):
-    assert child_memory_words([changed(copied_bytes=20 * MB, **values)]) == ""
+    assert said([changed(copied_bytes=20 * MB, **values)]) == ""
 
 
 def test_private_memory_of_a_forked_process_is_what_it_has_written():

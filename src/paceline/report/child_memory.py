@@ -1,4 +1,4 @@
-"""What the memory of loader workers did in a run, in sentences."""
+"""What the memory of the processes that ranks start, loader workers mostly, did in a run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from paceline.runs.child_memory import ChildMemory
 
 _LEAST_BYTES = 64 << 20
+_LEAST_S = 30.0  # of those that have started up: a module that is imported later is no growth
 _LEAST_SHARE = 0.2  # of what they had
 _STEADY = 0.15  # of the growth, in the second half: what comes at the start alone is a cache
 _COPIED = 0.5  # of the growth, by copies of what was shared
@@ -22,14 +23,29 @@ _COPY_ON_WRITE = (
 )
 
 
-def child_memory_words(found: Sequence[ChildMemory]) -> str:
-    """Return whether loader workers' memory grew, and why; empty if it did not."""
+def child_memory_words(found: Sequence[ChildMemory], *, steps: int, loads: bool) -> str:
+    """Return what is to be said of the processes that ranks started; empty if it is nothing.
+
+    Args:
+        found: what is known of their memory.
+        steps: that all ranks completed: without any, these processes may be what trains.
+        loads: whether loaders have workers.
+    """
+    if found and not steps:
+        return (
+            f"What the processes that rank {found[0].rank} started did is not recorded: a rank has "
+            "one trace. If they train, start them as ranks (paceline run -n)."
+        )
+    return _memory_words(found, " (its loader's workers)" if loads else "")
+
+
+def _memory_words(found: Sequence[ChildMemory], who: str) -> str:
     grown = [memory for memory in found if _grows(memory)]
     if grown:
         most = max(grown, key=lambda memory: memory.growth_bytes)
         others = f", and so does that of {_other_ranks(grown)}" if grown[1:] else ""
         sentence = (
-            f"The memory of {_processes(most)} grows: by {format_bytes(most.growth_bytes)} in "
+            f"The memory of {_processes(most)}{who} grows: by {format_bytes(most.growth_bytes)} in "
             f"{format_seconds(most.seconds)}, to {format_bytes(most.last_private_bytes)}{others}."
         )
         copied = most.copied_bytes >= _COPIED * most.growth_bytes
@@ -40,14 +56,14 @@ def child_memory_words(found: Sequence[ChildMemory]) -> str:
     most = max(copying, key=lambda memory: memory.copied_bytes)
     others = f", and so have those of {_other_ranks(copying)}" if copying[1:] else ""
     return (
-        f"{_processes(most).capitalize()} have copied {format_bytes(most.copied_bytes)} of the "
+        f"{_processes(most).capitalize()}{who} have copied {format_bytes(most.copied_bytes)} of the "
         f"rank's memory, to {format_bytes(most.last_private_bytes)} of their own{others}. "
         f"{_COPY_ON_WRITE}"
     )
 
 
 def _processes(memory: ChildMemory) -> str:
-    return f"rank {memory.rank}'s {plural(memory.processes, 'process')} (its loader's workers)"
+    return f"rank {memory.rank}'s {plural(memory.processes, 'process')}"
 
 
 def _other_ranks(found: Sequence[ChildMemory]) -> str:
@@ -56,6 +72,7 @@ def _other_ranks(found: Sequence[ChildMemory]) -> str:
 
 def _grows(memory: ChildMemory) -> bool:
     return (
-        memory.growth_bytes >= max(_LEAST_BYTES, _LEAST_SHARE * memory.private_bytes)
+        memory.seconds >= _LEAST_S
+        and memory.growth_bytes >= max(_LEAST_BYTES, _LEAST_SHARE * memory.private_bytes)
         and memory.steady >= _STEADY
     )
