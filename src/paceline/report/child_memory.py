@@ -56,8 +56,8 @@ def _memory_words(found: Sequence[ChildMemory], who: str) -> str:
     most = max(copying, key=lambda memory: memory.copied_bytes)
     others = f", and so have those of {_other_ranks(copying)}" if copying[1:] else ""
     return (
-        f"{_processes(most).capitalize()}{who} have copied {format_bytes(most.copied_bytes)} of the "
-        f"rank's memory, to {format_bytes(most.last_private_bytes)} of their own{others}. "
+        f"{_processes(most).capitalize()}{who} have copied {format_bytes(most.copied_bytes)} of "
+        f"the rank's memory, to {format_bytes(most.last_private_bytes)} of their own{others}. "
         f"{_COPY_ON_WRITE}"
     )
 
