@@ -152,11 +152,23 @@ def shifted(facts, match):
         yield f"a factor of {said:.2f}, medians differ by {ratio:.2f}"
 
 
-def rule_is(facts, match):
-    if match[1].startswith("each step of the optimizer"):
-        updates = min(len(rank.named(Kind.OPTIMIZER)) for rank in facts.ranks)
+def updates_of(rank):
+    """Return how often optimizers stepped: all else of the kind has a name of its own."""
+    others = ("zero_grad", "unscale", "update_scale", "clip_grad_norm", "clip_grad_value")
+    rows = rank.trace.events_of(Kind.OPTIMIZER)
+    names = [rank.trace.names[number] for number in rows["name"].tolist()]
+    return sum(name not in others and "grad" not in name for name in names)
+
+
+def optimizer_ends(facts, match):
+    for updates in map(updates_of, facts.ranks):
         if updates < facts.steps:
             yield f"{updates} updates in {facts.steps} steps"
+
+
+def nothing_updates(facts, match):
+    if any(updates := [updates_of(rank) for rank in facts.ranks]):
+        yield f"updates by rank: {updates}"
 
 
 # --- what advice says -----------------------------------------------------------------------------
@@ -289,7 +301,22 @@ VERDICT = (
     ),
     (r"All ranks became [^()]* at step \d+ and [^()]* at step \d+\.", nothing),
     (r"The step time of all ranks changed \d+ times, [^()]*\([^()]*\)\.", nothing),
-    (r"A step ends with ([^.]*)\.", rule_is),
+    (
+        r"A step ends with each step of the optimizer\.|A step is one round of several",
+        optimizer_ends,
+    ),
+    (r"(?<=one round of several) optimizers that step in turn\.", nothing),
+    (
+        r"No optimizer stepped: a step is one (?:batch from the loader|backward pass)\.",
+        nothing_updates,
+    ),
+    (r"A step ends with each call of paceline\.step\(\)\.", nothing),
+    (r"No step was recorded, so nothing is known about stragglers: [^.]*\.", nothing_updates),
+    (r"Call paceline\.step\(\) once per iteration to mark steps\.", nothing),
+    (
+        r"What the processes that rank \d+ started did is not recorded[^.]*\. If they train[^.]*\.",
+        nothing,
+    ),
     (r"Each rank ran [^.]*\.", nothing),
 )
 ADVICE = (
