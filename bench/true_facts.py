@@ -41,11 +41,28 @@ class RankFacts:
         main = trace.events[
             (trace.events["location"] == MAIN) & np.isin(trace.events["kind"], list(PHASES))
         ]
+        main = self._drained(main)
         order = np.lexsort((-main["end_ns"].astype(np.int64), main["begin_ns"].astype(np.int64)))
         self.main = main[order]
         ends = np.sort(marks["end_ns"].astype(np.int64))
         begin = marks["begin_ns"].min() if len(marks) else 0
         self.bounds = np.concatenate([[int(begin)], ends])
+
+    def _drained(self, main):
+        """Return the events, drains cut where the last collective that they wait for ends.
+
+        What is left of a drain is DDP's own work, or a thread that got no core.
+        """
+        if "drain" not in self.trace.names:
+            return main
+        calls = self.trace.events_of(Kind.COLLECTIVE)
+        begins, last = calls["begin_ns"], np.maximum.accumulate(calls["end_ns"])
+        main = main.copy()
+        drains = main["name"] == self.trace.names.index("drain")
+        at = np.searchsorted(begins, main["end_ns"][drains]) - 1
+        ends = np.where(at >= 0, last[np.maximum(at, 0)], 0)
+        main["end_ns"][drains] = np.clip(ends, main["begin_ns"][drains], main["end_ns"][drains])
+        return main
 
     @property
     def steps(self):

@@ -51,7 +51,7 @@ DOING = {
     "the script's own work between phases": None,  # what samples name is not counted here
     "the rest of the loop": None,
 }
-LOOSE = 0.02  # of the loop, by which shares may differ: bounds of steps, rounding
+LOOSE = 0.01  # of the loop, by which shares may differ: they are rounded
 
 
 def seconds(number, unit):
@@ -85,8 +85,6 @@ def spent_is(facts, match, names, shares, without=()):
         most = sum(facts.mean_share(phase) for phase in phases) / rest
         part = name in ("communication", "waiting for other ranks")  # of what is blocked
         least = 0.0 if part else own
-        if name == "the backward pass":  # a drain that a thread left late, for want of a core
-            most += 0.3 * facts.mean_share("blocked") / rest
         if not least - LOOSE <= share(said) <= most + LOOSE:
             yield f"{name} is {said} %, counted {100 * own:.1f} to {100 * most:.1f} %"
     first = share(shares[0])
