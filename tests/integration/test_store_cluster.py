@@ -13,9 +13,10 @@ import pytest
 from support.command_line import without_torch
 
 from paceline import store
-from paceline.core.errors import RankLost, UsageError
+from paceline.core.errors import RankLost, StorageError, UsageError
 from paceline.store.serve.card import NodeAddress
 from paceline.store.serve.links import LocalNode, LocalNodeLink
+from paceline.store.serve.local_shards import LocalShards
 from paceline.store.serve.node import NodeOptions, StoreNode
 from paceline.store.serve.remote_pack import RemotePack, open_remote
 from paceline.studies.server_processes import ServerProcesses
@@ -223,6 +224,31 @@ def test_a_full_disk_of_a_node_leaves_the_rest_to_the_source(pack, small_disk, c
             assert_equal(pack, remote)
             assert remote.tier_bytes.source > 0
             assert remote.tier_bytes.mapped > 0
+
+
+def test_of_two_shards_that_are_written_at_once_one_has_the_room(pack, small_disk):
+    """Each would fit alone; both together would end amid each, and none would be kept."""
+    shards = LocalShards(small_disk / "local", pack)
+    shards.open()
+
+    def bytes_of(shard):
+        content = pack.index.shard_path(shard).read_bytes()
+        half = len(content) // 2
+        yield content[:half]
+        if shard == 0:
+            with pytest.raises(StorageError, match="local storage is full") as caught:
+                shards.write(1, bytes_of(1), "a test")
+            assert f", {len(content) - half} of them for shards" in caught.value.why
+        yield content[half:]
+
+    shards.write(0, bytes_of(0), "a test")
+    assert list(shards.present()) == [0]
+    with pytest.raises(StorageError, match="local storage is full"):
+        shards.write(1, bytes_of(1), "a test")
+    shards.remove(0)
+    shards.write(1, bytes_of(1), "a test")
+    assert list(shards.present()) == [1]
+    shards.close()
 
 
 def remote_with_cache(pack, folder, capacity_bytes, **options):

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import threading
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import CorruptPack, StorageError, UsageError, storage_errors
@@ -49,6 +50,8 @@ class LocalShards:
         self._pack = pack
         self._digests = pack.index.shard_digests
         self._lock = -1
+        self._room = threading.Lock()
+        self._left: dict[object, int] = {}  # bytes to be written still, by what writes them
 
     def open(self) -> None:
         """Prepare the folder: its index, and nothing that a killed process left.
@@ -89,16 +92,10 @@ class LocalShards:
             StorageError: there is no room for it, or it cannot be written.
             CorruptPack: the bytes are not those that were packed; nothing is left of them.
         """
-        length = self.lengths[shard]
-        free = free_bytes(self.folder)
-        if free is not None and free < length:
-            raise StorageError(
-                "local storage is full",
-                where=str(self.folder),
-                why=f"shard {shard} has {length} bytes, {free} are free",
-                fix="Free space there, or spread the pack over more nodes: paceline store fit",
-            )
-        checked = self._checked(shard, pieces, origin)
+        with self._room_for(shard) as writer:
+            self._write(shard, self._checked(shard, pieces, origin), writer)
+
+    def _write(self, shard: int, checked: Iterable[bytes], writer: object) -> None:
         path = self.path(shard)
         fix = "Free space there, or spread the pack over more nodes: paceline store fit"
         with storage_errors("cannot write to local storage", where=path, fix=fix):
@@ -112,6 +109,7 @@ class LocalShards:
             try:
                 for piece in checked:
                     write_all(descriptor, piece)
+                    self._left[writer] -= len(piece)
                 os.fsync(descriptor)
                 path.unlink(missing_ok=True)  # of another length, or it would be held already
                 # Only with a folder does Python 3.11 call linkat, which can follow links.
@@ -120,6 +118,33 @@ class LocalShards:
             finally:
                 os.close(descriptor)
             sync_folder(self.folder)
+
+    @contextlib.contextmanager
+    def _room_for(self, shard: int) -> Iterator[object]:
+        """Take room for a shard: other threads do not count on it, though nothing is written yet.
+
+        Of two shards that are written at the same time where one has room, one fails at once.
+        """
+        length, writer = self.lengths[shard], object()
+        with self._room:
+            taken = sum(
+                self._left.values()
+            )  # before what is free: what is written then counts twice
+            free = free_bytes(self.folder)
+            if free is not None and free - taken < length:
+                others = f", {taken} of them for shards that are being written" if taken else ""
+                raise StorageError(
+                    "local storage is full",
+                    where=str(self.folder),
+                    why=f"shard {shard} has {length} bytes, {free} are free{others}",
+                    fix="Free space there, or spread the pack over more nodes: paceline store fit",
+                )
+            self._left[writer] = length
+        try:
+            yield writer
+        finally:
+            with self._room:
+                del self._left[writer]
 
     def remove(self, shard: int) -> None:
         """Delete a shard. Who has its file open can still read it."""
