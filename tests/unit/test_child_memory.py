@@ -22,8 +22,8 @@ GROWN = ChildMemory(
 )
 
 
-def said(found, steps=100, loads=True):
-    return child_memory_words(found, steps=steps, loads=loads)
+def said(found, *, is_idle=False, loads=True):
+    return child_memory_words(found, is_idle=is_idle, loads=loads)
 
 
 def changed(**values):
@@ -78,14 +78,17 @@ def test_what_was_copied_at_the_start_is_said_although_nothing_grows():
 
 def test_processes_are_called_workers_only_where_a_loader_has_some():
     assert said([GROWN], loads=False).startswith("The memory of rank 1's 2 processes grows: by")
+    soon = changed(seconds=12.0, copied_bytes=0)
+    assert said([soon], loads=False) == ""  # imports of a process that was spawned
+    assert "(its loader's workers) grows" in said([soon])
 
 
 def test_processes_of_a_rank_without_steps_may_be_what_trains():
-    assert said([changed(seconds=3.0)], steps=0) == (
+    assert said([changed(seconds=3.0)], is_idle=True) == (
         "What the processes that rank 1 started did is not recorded: a rank has one trace. If they "
         "train, start them as ranks (paceline run -n)."
     )
-    assert said([], steps=0) == ""
+    assert said([], is_idle=True) == ""
 
 
 def test_pages_that_the_parent_writes_are_not_copied_by_a_child():
@@ -101,7 +104,6 @@ def test_pages_that_the_parent_writes_are_not_copied_by_a_child():
     [
         {"last_private_bytes": 150 * MB},
         {"private_bytes": 4000 * MB, "last_private_bytes": 4400 * MB},
-        {"seconds": 12.0},  # imports of a process that was spawned
         {"steady": 0.05},  # a cache that is full
         {"last_private_bytes": 1 * MB, "steady": 0.0},
     ],

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from paceline.runs.child_memory import ChildMemory
 
 _LEAST_BYTES = 64 << 20
-_LEAST_S = 30.0  # of those that have started up: a module that is imported later is no growth
+_LEAST_S = 30.0  # of processes that may have been spawned: what they import is no growth
 _LEAST_SHARE = 0.2  # of what they had
 _STEADY = 0.15  # of the growth, in the second half: what comes at the start alone is a cache
 _COPIED = 0.5  # of the growth, by copies of what was shared
@@ -23,24 +23,21 @@ _COPY_ON_WRITE = (
 )
 
 
-def child_memory_words(found: Sequence[ChildMemory], *, steps: int, loads: bool) -> str:
+def child_memory_words(found: Sequence[ChildMemory], *, is_idle: bool, loads: bool) -> str:
     """Return what is to be said of the processes that ranks started; empty if it is nothing.
 
     Args:
         found: what is known of their memory.
-        steps: that all ranks completed: without any, these processes may be what trains.
+        is_idle: whether the run came to its end without a step: these processes may be what trains.
         loads: whether loaders have workers.
     """
-    if found and not steps:
+    if found and is_idle:
         return (
             f"What the processes that rank {found[0].rank} started did is not recorded: a rank has "
             "one trace. If they train, start them as ranks (paceline run -n)."
         )
-    return _memory_words(found, " (its loader's workers)" if loads else "")
-
-
-def _memory_words(found: Sequence[ChildMemory], who: str) -> str:
-    grown = [memory for memory in found if _grows(memory)]
+    who = " (its loader's workers)" if loads else ""
+    grown = [memory for memory in found if _grows(memory) and (loads or memory.seconds >= _LEAST_S)]
     if grown:
         most = max(grown, key=lambda memory: memory.growth_bytes)
         others = f", and so does that of {_other_ranks(grown)}" if grown[1:] else ""
@@ -72,7 +69,6 @@ def _other_ranks(found: Sequence[ChildMemory]) -> str:
 
 def _grows(memory: ChildMemory) -> bool:
     return (
-        memory.seconds >= _LEAST_S
-        and memory.growth_bytes >= max(_LEAST_BYTES, _LEAST_SHARE * memory.private_bytes)
+        memory.growth_bytes >= max(_LEAST_BYTES, _LEAST_SHARE * memory.private_bytes)
         and memory.steady >= _STEADY
     )

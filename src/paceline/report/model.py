@@ -297,6 +297,7 @@ def gather(run: Path, *, in_detail: bool = False, question: RemedyQuestion | Non
     step = planned_step(folder, spilled.rank) if spilled else None
     spilled = spilling(result, step)
     workers = loader_workers(trace.ranks)
+    is_idle = not (steps or failure or was_ended)
     loads = analysis.loader is not None and analysis.loader.workers > 0
     data = data_use(folder, mean_of(analysis.phases), trace.world_size, workers)
     tuned = folder.read_record(TuneResult, TUNE_NAME)
@@ -305,7 +306,7 @@ def gather(run: Path, *, in_detail: bool = False, question: RemedyQuestion | Non
         loader_words(analysis.loader),
         shift_words(analysis.shifts),
         *(spilling_words(spilled), disk_words(result), data_words(data)),
-        child_memory_words(read_child_memory(run), steps=steps, loads=loads),
+        child_memory_words(read_child_memory(run), is_idle=is_idle, loads=loads),
         *(balance_words(result.balance if result else None), *gaps, rule),
         tune_words(tuned),
     ]
