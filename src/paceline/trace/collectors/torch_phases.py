@@ -7,6 +7,7 @@ stays legal. It opens a phase only if it is the outermost one on the main thread
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,25 @@ _UPDATES = (
     (torch.amp.GradScaler, "update", "update_scale"),
 )
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "get_total_norm", "clip_grads_with_norm_")
+
+
+def _within_compilation(
+    original: Callable[[], contextlib.AbstractContextManager[None]],
+    kind: RecordedKind,
+    begin: Callable[[], OpenPhase | None],
+    end: Callable[[OpenPhase], None],
+) -> Iterator[None]:
+    state = kind.attempt(begin)
+    try:
+        with original():
+            yield
+    finally:
+        if state is not None:
+            kind.attempt(end, state)
+
+
+# Dynamo counts what torch's own context manager executes, where a backward pass compiles.
+internals.calls_the_script(_within_compilation)
 
 
 class PhaseRecorder:
@@ -126,16 +146,10 @@ class PhaseRecorder:
             self.loop.phase = state.outer
             self.recorder.end(_COMPILATION, name, state.begin_ns, 0, state.outer)
 
-        @contextlib.contextmanager
-        def installing(*args: Any, **kwargs: Any) -> Iterator[None]:
-            state = kind.attempt(begin)
-            try:
-                with original(*args, **kwargs):
-                    yield
-            finally:
-                if state is not None:
-                    kind.attempt(end, state)
+        def installing(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
+            return within(functools.partial(original, *args, **kwargs), kind, begin, end)
 
+        within = contextlib.contextmanager(_within_compilation)
         self.hooks.replace(handler, "install_callbacks", installing)
 
     def wrap_loader(self, module: ModuleType) -> None:
