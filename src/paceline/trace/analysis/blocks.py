@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _MIN_BLOCKS = 3
-_MIN_BURST = 3.0  # mean score of noise, of which two or three bursts say too little
+_MIN_BURST = 4.0  # mean score of noise, of which two or three bursts say too little
 _RHYTHM = 0.15  # of the period, by which the beginnings of blocks may miss it
 
 
