@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from paceline.core.errors import PacelineError
 from paceline.core.files import commit_text
-from paceline.core.processes import boot_id, trees
+from paceline.core.processes import boot_id, stat_fields, trees
 from paceline.runs.child_memory import ChildMemory, file_name
 from paceline.trace.format.events import MAIN
 from paceline.trace.format.files import read_status, read_tables
@@ -196,10 +196,10 @@ def memory_of(process: int) -> ChildBytes | None:
     Shared are libraries, and what forked processes have not written since. Memory that was swapped
     out counts as private.
     """
-    folder = Path("/proc") / str(process)
+    path = Path("/proc") / str(process) / "smaps_rollup"
     try:
-        lines = (folder / "smaps_rollup").read_text("ascii", "replace").splitlines()[1:]
-        fields = (folder / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+        lines = path.read_text("ascii", "replace").splitlines()[1:]
+        faults = int(stat_fields(process)[7])  # minflt of proc(5)
     except OSError:
         return None
     sizes = {}
@@ -211,5 +211,5 @@ def memory_of(process: int) -> ChildBytes | None:
     return ChildBytes(
         sizes["Private_Clean"] + sizes["Private_Dirty"] + sizes.get("SwapPss", 0),
         sizes["Shared_Clean"] + sizes["Shared_Dirty"],
-        int(fields[7]) * mmap.PAGESIZE,  # minflt; see proc(5), the state is field 0 here
+        faults * mmap.PAGESIZE,
     )

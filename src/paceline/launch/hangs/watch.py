@@ -174,8 +174,10 @@ class HangWatcher:
     ) -> dict[int, RankSample]:
         samples = {}
         for number, rank in self._ranks.items():
-            signs = self._signs(rank, stacks.get(number)) if number in examine else None
-            samples[number] = _sample(rank, signs, self._lost_child(number))
+            lost, signs = self._lost_child(number), None
+            if number in examine:
+                signs = self._signs(rank, stacks.get(number), thread_alone=bool(lost))
+            samples[number] = _sample(rank, signs, lost)
         return samples
 
     def _lost_child(self, number: int) -> str:
@@ -194,7 +196,9 @@ class HangWatcher:
             else ""
         )
 
-    def _signs(self, rank: _WatchedRank, stack: tuple[str, ...] | None) -> Signs | None:
+    def _signs(
+        self, rank: _WatchedRank, stack: tuple[str, ...] | None, *, thread_alone: bool
+    ) -> Signs | None:
         status, thread = rank.header.status, rank.thread
         if thread is None or status.boot_id != self._boot:  # of another node
             return None
@@ -204,7 +208,7 @@ class HangWatcher:
             thread.thread,
             status.written_bytes,
             text,
-            thread_alone=bool(self._lost_child(status.rank)),
+            thread_alone=thread_alone,
         )
 
     def _stacks(self, numbers: Iterable[int]) -> dict[int, tuple[str, ...]]:
