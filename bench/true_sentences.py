@@ -130,6 +130,17 @@ def late(facts, match):
         yield f"rank {rank} waits more than the others"
 
 
+def rarely_late(facts, match):
+    """Others wait, in the steps that are named, for as long as the rank is said to be late."""
+    rank, late_s = int(match[1]), seconds(match[2], match[3])
+    count = int(match[5] or 1)
+    first, last = (int(match[4]),) * 2 if match[4] else (int(match[6]), int(match[7]))
+    blocked_s = [float(np.sum(r.seconds["blocked"][first : last + 1])) for r in facts.ranks]
+    others_s = max(wait for number, wait in enumerate(blocked_s) if number != rank)
+    if others_s < 0.8 * count * late_s:
+        yield f"late by {count} times {late_s:.6f} s, others are blocked for {others_s:.6f} s"
+
+
 def loader_costs(facts, match):
     own = max(rank.share("input") for rank in facts.ranks)
     compiled_once = 1 - max(rank.share("compilation") for rank in facts.ranks)
@@ -270,13 +281,18 @@ ONCE = (
 EVEN = r"(?:No rank was late in|One rank took|In) ([\d,]+) steps?:? "
 YET = (
     rf"No rank was late for long in [\d,]+ steps?, yet ranks wait for each other {SHARE} of the "
-    r"time, (?:not always for the same rank|mostly for rank \d+, but never for long at a time); "
+    r"time, (?:not always for the same rank|mostly for rank \d+, but in no regular pattern); "
 )
 LATE = (
     r"Rank (\d+) arrives [^;]*?between steps (\d+) and (\d+)([^;]*); (?:rank \d+ waits|the others "
     rf"wait) {SHARE} of each of these steps(?: \(confidence {SHARE}\))?\."
 )
+RARE = (
+    rf"Rank (\d+) arrives {S} late in (?:step (\d+)|(\d+) of steps (\d+) to (\d+)), because [^;]*; "
+    rf"(?:rank \d+ waits|the others wait) {SHARE} of (?:this step|each of these steps)\."
+)
 VERDICT = (
+    (RARE, rarely_late),
     (EVEN + SPENT + r"\.", even),
     (EVEN + "(?=compiling)", steps_are),
     (YET, they_wait),
@@ -336,7 +352,8 @@ ADVICE = (
     ),
     (r"The run wrote (\d+) checkpoints? of", checkpoints),
     (
-        rf"On average rank (\d+) is {S} late in each of these steps, and the other ranks wait {S}",
+        rf"(?:On average r|R)ank (\d+) is {S} late in (?:each of these steps|this step), and the "
+        rf"other ranks wait {S}",
         late_and_waited,
     ),
     (rf"No rank is late for long, yet in each step the ranks wait {S} for each other", even_wait),

@@ -41,6 +41,8 @@ from truth_ring_runs import GlooStage, MpiStage
 from truth_server import compile_slow_files, start_server
 
 CAUSES = ("data", "compute", "blocked", "stopped", "not_running", "checkpoint", "gc")
+# What the script does between phases on one rank: how its cause is named, in which function it is.
+OWN_WORK = {"metrics": ("compute", "_metrics"), "log": ("blocked", "_log")}
 SHAPES = ("persistent", "window", "periodic", "drifting", "intermittent", "recurring")
 STEPS = 300
 BASE_S = 0.010  # of a step that nobody slows
@@ -111,7 +113,7 @@ class Case:
 
 
 def make_cases(seed, culprits=CULPRITS, clean=CLEAN, least=0.1):
-    """Return all cases of a seed: each cause in each shape in turn, then clean runs."""
+    """Return all cases of a seed: each cause in each shape, clean runs, the work of scripts."""
     random = np.random.default_rng([seed, 0])
     cases = []
     for number in range(culprits):
@@ -132,6 +134,22 @@ def make_cases(seed, culprits=CULPRITS, clean=CLEAN, least=0.1):
     for number in range(culprits, culprits + clean):
         neighbour = bool(number % 2)
         cases.append(Case(number=number, seed=seed, ranks=2 + number // 2 % 2, neighbour=neighbour))
+    for cause in OWN_WORK:
+        for shape in SHAPES:
+            ranks = 2 + len(cases) % 2
+            cases.append(
+                Case(
+                    number=len(cases),
+                    seed=seed,
+                    ranks=ranks,
+                    neighbour=bool(len(cases) // 2 % 2),
+                    culprit=int(random.integers(ranks)),
+                    cause=cause,
+                    shape=shape,
+                    slow=float(random.uniform(max(least, LEAST_SLOW), 0.5)),
+                    period=int(random.choice(PERIODS)),
+                )
+            )
     return cases
 
 
@@ -231,15 +249,29 @@ def judge(case, stragglers, step_s):
     row["slowed"] = slowed(case.culprit, case.seconds(), step_s)
     main = stragglers[0] if stragglers else None
     row["rank_right"] = main is not None and main.rank == case.culprit
-    row["cause_right"] = row["rank_right"] and main.cause == case.cause
+    cause, function = OWN_WORK.get(case.cause, (case.cause, ""))
+    row["cause_right"] = row["rank_right"] and main.cause == cause
+    if function:
+        row["place_right"] = row["rank_right"] and function in main.place
     row["shape_right"] = row["rank_right"] and getattr(main, "shape", "") == case.expected_shape
     return row
 
 
 def add_bars(report, rows):
     """Add the bars of torch's cases to a report."""
-    planted = [row for row in rows if row["culprit"] is not None]
+    planted = [row for row in rows if row["culprit"] is not None and row["cause"] not in OWN_WORK]
     clean = [row for row in rows if row["culprit"] is None]
+    own_work = [row for row in rows if row["cause"] in OWN_WORK]
+    if own_work:
+        count = len(own_work)
+        named = sum(row["cause_right"] and row["place_right"] for row in own_work) / count
+        report.bar(
+            f"script's own work: right cause and line, of {count} cases",
+            named,
+            BARS["cause and shape"],
+            at_least=True,
+            reason=by_plant(own_work),
+        )
     if planted:
         count = len(planted)
         ranks = sum(row["rank_right"] for row in planted) / count

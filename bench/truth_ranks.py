@@ -16,6 +16,7 @@ import os
 import random
 import signal
 import struct
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -154,6 +155,8 @@ def _loop(plant, units, steps, helper, share):
         slowness.apply("blocked")
         slowness.apply("gc")
         slowness.apply("checkpoint")
+        slowness.apply("metrics")
+        slowness.apply("log")
         optimizer.step()
         slowness.step += 1
         if slowness.step == WARM:  # what torch has loaded by now is not what a collection is for
@@ -172,6 +175,8 @@ class _Slowness:
         self.lock = threading.Lock()
         self.heap = []
         self.state = {"weights": bytes(1 << 12)}
+        self.numbers = random.Random(0).choices(range(1 << 20), k=200)
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - open until the process ends
         if plant is not None and plant.cause == "blocked":
             self.pipe = os.pipe()
             self.wanted = os.pipe()
@@ -214,6 +219,20 @@ class _Slowness:
         self.heap.extend([] for _ in range(wanted - len(self.heap)))
         del self.heap[wanted:]
         gc.collect()
+
+    def _metrics(self, seconds):
+        """Compute in Python what one rank alone reports, for so many seconds on a core."""
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            sorted(self.numbers)
+
+    def _log(self, seconds):
+        """Write to a log and have it written to the disk, until so many seconds have passed."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.log.write(b"step %d\n" % self.step)
+            self.log.flush()
+            os.fsync(self.log.fileno())
 
     def _blocked(self, seconds):
         held = HELD[self.plant.variant % len(HELD)]

@@ -154,6 +154,25 @@ def test_two_ranks_whose_blocks_alternate_are_neither_of_them_late():
     assert stragglers(np.random.default_rng(9), 2, 400, culprits=culprits) == ()
 
 
+@pytest.mark.parametrize("steps", [[61], [20, 60, 100]])
+def test_a_few_steps_that_cost_much_are_told_as_what_happened(steps):
+    seconds = np.zeros(120)
+    seconds[steps] = 1.0 / len(steps)
+    noise = Noise(level=0.05, bursts=0.2)
+    culprits = [Culprit(1, "evaluation", seconds)]
+    (found,) = stragglers(np.random.default_rng(2), 3, 120, noise, culprits)
+    assert (found.rank, found.cause, found.shape) == (1, "evaluation", "rare")
+    assert (found.first_step, found.last_step) == (steps[0], steps[-1])
+    assert found.late_ms == pytest.approx(1e3 / len(steps), rel=0.1)
+    assert round(found.late_share * (steps[-1] - steps[0] + 1)) == len(steps)
+
+
+def test_a_few_steps_that_cost_little_are_not_told():
+    seconds = np.zeros(300)
+    seconds[[61, 200]] = 0.1
+    assert stragglers(np.random.default_rng(2), 2, 300, culprits=[Culprit(1, "gc", seconds)]) == ()
+
+
 def _with_a_line(name, share, culprit):
     """Return the main straggler of a run whose rank 1 spent a share of its delay at a line."""
     random = np.random.default_rng(11)

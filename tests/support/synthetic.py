@@ -22,6 +22,8 @@ PHASE_OF = {
     "data": "input",
     "optimizer": "optimizer",
     "checkpoint": "checkpoint",
+    "evaluation": "evaluation",
+    "compilation": "compilation",
     "gc": "host",
     "blocked": "other",
 }

@@ -5,6 +5,7 @@ import io
 import json
 import re
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
@@ -65,6 +66,38 @@ def test_an_evaluation_on_one_rank_alone_is_to_be_shared(tmp_path, ranks):
     assert sum(advice.share for advice in report.advice if "evaluation" in advice.rule) <= (
         waited_s / loop_s
     )
+
+
+def test_ranks_that_evaluate_at_different_times_share_each_evaluation(tmp_path):
+    late = tuple(Late(i % 2, EVALUATION_MS, step, step) for i, step in enumerate(EPOCHS))
+    by_rank = [
+        [part for event in events for part in _evaluation(event)]
+        for events in data_parallel(2, 80, late=late)
+    ]
+    report = gather(write_run(tmp_path, by_rank))
+    assert "in 2 of steps 11 to 53, because it evaluates" in report.verdict
+    advised = {advice.rule: advice for advice in report.advice}
+    assert not {"even_batches", "share_evaluation"} & set(advised)
+    waited_s = 2 * EVALUATION_MS / 1e3
+    saved = advised["straggler_evaluation"].share * report.total.total_s
+    assert saved == pytest.approx(waited_s / 2, rel=0.05)
+
+
+def test_batches_of_like_length_are_for_ranks_that_wait_in_most_steps(tmp_path):
+    def report(late):
+        return gather(write_run(tmp_path / str(len(late)), data_parallel(4, 80, late=late)))
+
+    def rules(report):
+        return [advice.rule for advice in report.advice]
+
+    random = np.random.default_rng(1)
+    turns = report(tuple(Late(int(random.integers(4)), 8, step, step) for step in range(80)))
+    assert "even_batches" in rules(turns)
+    steps = (7, 17, 22, 31, 44, 52, 59, 71)
+    few = report(tuple(Late(i % 4, 50, step, step) for i, step in enumerate(steps)))
+    assert not few.stragglers
+    assert few.total.waiting > 0.1 * few.total.total_s
+    assert "even_batches" not in rules(few)
 
 
 def test_an_evaluation_on_all_ranks_is_not_to_be_shared(tmp_path):

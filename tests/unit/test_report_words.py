@@ -65,6 +65,8 @@ def test_of_two_ranks_the_other_one_is_named():
         ("blocked", "because its main thread sleeps outside the data loader (a lock, a sleep"),
         ("stopped", "because its process is stopped (SIGSTOP, a debugger, or a frozen container)"),
         ("checkpoint", "because it writes checkpoints"),
+        ("evaluation", "because it evaluates"),
+        ("compilation", "because torch.compile makes code"),
         ("gc", "because of Python's garbage collection"),
     ],
 )
@@ -92,6 +94,18 @@ def test_each_shape_has_its_words():
     assert "late, but 0.052 ms less so in each step" in _verdict(
         (_late("drifting", slope_ms_per_step=-0.052),)
     )
+
+
+def test_rare_delays_are_told_with_their_steps():
+    once = _late("rare", late_ms=3000.0, first_step=61, last_step=61, cause="evaluation")
+    assert _verdict((once,)) == (
+        "Rank 1 arrives 3.00 s late in step 61, because it evaluates; the others wait 20 % of this "
+        "step."
+    )
+    thrice = _late("rare", late_ms=1000.0, first_step=21, last_step=101, late_share=3 / 81)
+    assert "1.00 s late in 3 of steps 21 to 101, because" in _verdict((thrice,))
+    assert "Also late: rank 1 by 3.00 s in step 61, because" in _verdict((thrice, once))
+    assert "rank 1 was late in step 61" in summary_line(_result(straggler=once), Path("runs/one"))
 
 
 def test_a_line_between_phases_takes_the_place_of_the_general_words():
@@ -226,7 +240,7 @@ def test_waiting_for_nobody_in_particular_is_said():
     text = _verdict(total=Breakdown(backward=6, waiting=4))
     assert "ranks wait for each other 40 % of the time, not always for the same rank" in text
     text = _verdict(total=Breakdown(backward=6, waiting=4), most_late_rank=3)
-    assert "40 % of the time, mostly for rank 3, but never for long at a time" in text
+    assert "40 % of the time, mostly for rank 3, but in no regular pattern" in text
 
 
 def test_ranks_without_a_trace_are_not_called_punctual():

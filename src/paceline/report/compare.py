@@ -180,14 +180,14 @@ def typical_steps(step_s: np.ndarray, chosen: np.ndarray) -> np.ndarray:
 def undisturbed(steps: int, stragglers: Sequence[Straggler]) -> np.ndarray:
     """Return a mask over `steps`: after the warm-up and without the steps in which a rank was late.
 
-    The warm-up is 10 steps, but at most a third of the steps. Which steps an intermittent or a
-    recurring straggler delayed is not known here: if they are less than a third of its range, the
-    whole range stays, since they hardly move a median.
+    The warm-up is 10 steps, but at most a third of the steps. Which steps an intermittent,
+    recurring or rare straggler delayed is not known here: if they are less than a third of its
+    range, the whole range stays, since they hardly move a median.
     """
     chosen = np.ones(steps, dtype=bool)
     chosen[: min(WARM_UP_STEPS, steps // 3)] = False
     for late in stragglers:
-        if late.shape in ("intermittent", "recurring") and late.late_share < _FEW:
+        if late.shape in ("intermittent", "recurring", "rare") and late.late_share < _FEW:
             continue
         every = late.period_steps if late.shape == "periodic" else 1
         chosen[late.first_step : late.last_step + 1 : max(1, every)] = False

@@ -24,6 +24,8 @@ BECAUSE = {
     "stopped": "because its process is stopped (SIGSTOP, a debugger, or a frozen container)",
     "not_running": "because its threads waited for a core (another process took it)",
     "checkpoint": "because it writes checkpoints",
+    "evaluation": "because it evaluates",
+    "compilation": "because torch.compile makes code",
     "gc": "because of Python's garbage collection",
 }
 _SURE = 0.99  # a lower confidence is said
@@ -46,11 +48,13 @@ def late_words(late: Straggler, world_size: int, place: str) -> str:
         "intermittent": f"{size} late now and then, in {format_share(late.late_share)} of the "
         f"steps between {steps}",
         "recurring": f"{size} late {_blocks(late)} between {steps}",
+        "rare": f"{format_seconds(late.late_ms / 1e3)} late {brief_steps(late)}",
     }[late.shape]
+    these = "this step" if late.first_step == late.last_step else "each of these steps"
     unsure = "" if _is_sure(late) else f" (confidence {format_share(late.confidence)})"
     return (
         f"Rank {late.rank} arrives {how}, {_because(late)}; {others} "
-        f"{format_share(late.others_wait)} of each of these steps{unsure}."
+        f"{format_share(late.others_wait)} of {these}{unsure}."
     )
 
 
@@ -71,10 +75,10 @@ def at(place: str) -> str:
 def more_words(more: Sequence[Straggler]) -> str:
     """Return the sentence about the stragglers besides the main one."""
     worst = more[0]
-    text = (
-        f"rank {worst.rank} by {significant(worst.late_ms, 2)} ms {brief_steps(worst)}, "
-        f"{_because(worst)}"
-    )
+    late_by = f"{significant(worst.late_ms, 2)} ms"
+    if worst.shape == "rare":
+        late_by = format_seconds(worst.late_ms / 1e3)
+    text = f"rank {worst.rank} by {late_by} {brief_steps(worst)}, {_because(worst)}"
     if len(more) == 1:
         return f"Also late: {text}."
     return f"{len(more)} other ranks were late too, most of all {text}."
@@ -88,6 +92,9 @@ def brief_steps(late: Straggler) -> str:
     steps = f"{late.first_step} to {late.last_step}"
     if late.shape == "periodic":
         return f"in every {_ordinal(late.period_steps)} step of {steps}"
+    if late.shape == "rare":
+        count = round(late.late_share * (late.last_step - late.first_step + 1))
+        return f"in step {late.first_step}" if count == 1 else f"in {count} of steps {steps}"
     words = {
         "drifting": "more and more ",
         "intermittent": "now and then ",

@@ -303,7 +303,7 @@ def _even_words(world_size: int, steps: int, total: Breakdown, most_late_rank: i
     if waiting >= NOTABLE_WAITING:
         whom = "not always for the same rank"
         if most_late_rank is not None:
-            whom = f"mostly for rank {most_late_rank}, but never for long at a time"
+            whom = f"mostly for rank {most_late_rank}, but in no regular pattern"
         return (
             f"No rank was late for long in {plural(steps, 'step')}, yet ranks wait for each other "
             f"{format_share(waiting)} of the time, {whom}; {spent}"

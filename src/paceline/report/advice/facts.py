@@ -86,6 +86,7 @@ class Facts:
         undisturbed: the steps in which no rank was late; None if there are none.
         stragglers: the ranks that were late.
         uneven_evaluation: ranks for whose evaluation the other ranks wait; None without.
+        usual_waiting_s: what the ranks wait in the median step, the mean over them.
         host_work: named work of the script, seconds of the whole run.
         checkpoints: how many the run wrote.
         loader_workers: of the loader that the script iterates over; None if that is not known.
@@ -114,6 +115,7 @@ class Facts:
     undisturbed: Scope | None = None
     stragglers: tuple[StragglerScope, ...] = ()
     uneven_evaluation: UnevenEvaluation | None = None
+    usual_waiting_s: float = 0.0
     host_work: tuple[HostTime, ...] = ()
     checkpoints: int = 0
     loader_workers: int | None = None

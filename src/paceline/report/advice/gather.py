@@ -76,6 +76,9 @@ def gather_facts(
         undisturbed=_undisturbed(ranks, analysis.stragglers),
         stragglers=tuple(_straggler(analysis, late) for late in analysis.stragglers),
         uneven_evaluation=uneven_evaluation(ranks, evaluations, steps),
+        usual_waiting_s=float(
+            np.median(np.mean([rank.seconds[:steps, _WAITING] for rank in ranks], axis=0))
+        ),
         host_work=mean_times([rank.host for rank in ranks]),
         evaluations=max(evaluations),
         checkpoints=max(_count(trace, Kind.CHECKPOINT, steps) for trace in traces),
@@ -141,7 +144,7 @@ def _straggler(analysis: Analysis, late: Straggler) -> StragglerScope:
     others = [rank for rank in ranks if rank.rank != late.rank]
     scope = Scope(
         steps=int(chosen.sum()),
-        words=f"in steps {late.first_step} to {late.last_step}",
+        words=_steps_words(late.first_step, late.last_step),
         rank=late.rank,
         step=_mean_step([ranks[index]], chosen),
         others=_mean_step(others, chosen) if others else None,
@@ -156,6 +159,10 @@ def _straggler(analysis: Analysis, late: Straggler) -> StragglerScope:
         is_lasting=reaches_end and late.shape in ("persistent", "drifting"),
         ranks=analysis.trace.world_size,
     )
+
+
+def _steps_words(first: int, last: int) -> str:
+    return f"in step {first}" if first == last else f"in steps {first} to {last}"
 
 
 def _evaluations(trace: RankTrace) -> int:

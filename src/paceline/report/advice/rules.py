@@ -235,6 +235,9 @@ AGAINST_CAUSE = {
     "blocked": "Taking the lock, sleep or I/O of rank {rank} out of its step",
     "stopped": "Keeping rank {rank} from being stopped",
     "checkpoint": "Writing rank {rank}'s checkpoints in the background, or a part on each rank,",
+    "evaluation": "Evaluating a part on each rank, in the same steps,",
+    "compilation": "Compiling on all ranks in the same steps (code for shapes of its own: "
+    "dynamic=True)",
     "gc": "Collecting garbage on all ranks in the same steps (gc.disable(), then gc.collect() "
     "every n-th step)",
 }
@@ -252,6 +255,8 @@ def help_straggler(facts: Facts) -> Iterator[Advice]:
         if late.cause == "compute" and facts.bubble is not None:  # for which `even_stages` is
             continue
         saving_s = min(late.late_s, others.waiting)
+        if late.cause == "evaluation":  # the others then evaluate for as long as their part takes
+            saving_s *= 1 - 1 / late.ranks
         yield Advice(
             rule=f"straggler_{late.cause}",
             phase="waiting",
@@ -260,9 +265,18 @@ def help_straggler(facts: Facts) -> Iterator[Advice]:
             share=facts.share(saving_s * late.scope.steps),
             action=f"{_against(late)} would save "
             f"{_of(saving_s, others.waiting)} of waiting {late.scope.words}.",
-            evidence=f"On average rank {late.scope.rank} is {format_seconds(late.late_s)} late in "
-            f"each of these steps, and the other ranks wait {format_seconds(others.waiting)}.",
+            evidence=f"{_lateness(late)}, and the other ranks wait "
+            f"{format_seconds(others.waiting)}.",
         )
+
+
+def _lateness(late: StragglerScope) -> str:
+    if late.scope.steps == 1:
+        return f"Rank {late.scope.rank} is {format_seconds(late.late_s)} late in this step"
+    return (
+        f"On average rank {late.scope.rank} is {format_seconds(late.late_s)} late in each of "
+        "these steps"
+    )
 
 
 def _against(late: StragglerScope) -> str:
@@ -333,6 +347,8 @@ def even_batches(facts: Facts) -> Iterator[Advice]:
     if facts.stragglers or waiting_s < NOTABLE_WAITING * facts.step.total_s:
         return
     if facts.no_core_s > waiting_s / 2:
+        return
+    if facts.usual_waiting_s < waiting_s / 3:  # it is in a few steps, which batches do not explain
         return
     yield Advice(
         rule="even_batches",

@@ -11,6 +11,9 @@ excess is split into the part that this time explains and the rest; `patterns` l
 both. A shape in the first part is a rank whose core another process takes; a neighbour that takes a
 core now and then so accuses nobody of computing longer. What is found in the rest has one of the
 other causes, see `causes`.
+
+A delay in a few steps is no pattern, and no proof that the rank is slow. Where it costs much of the
+loop, for example as one rank evaluates alone, it is named as what happened: shape `rare`.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from paceline.core.breakdown import PHASES
 from paceline.core.record import Record
 from paceline.trace.analysis.causes import main_cause, place_between_phases
 from paceline.trace.analysis.patterns import find_pattern
-from paceline.trace.analysis.shapes import Pattern, PatternRules
+from paceline.trace.analysis.shapes import Pattern, PatternRules, rare
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 _WAITING = PHASES.index("waiting")
 _PLACED = ("compute", "blocked")
 _OTHERS = 32  # ranks with which the episodes of a rank are compared, at most
+_RARE_STEPS = 3.0  # median steps by which a rank is late in a rare delay, at least
+_RARE_COST_SHARE = 0.1  # of the loop, that rare delays of a rank cost, at least
 _FURTHER_SHARE = 0.5  # cost of a rank's second pattern, compared with its first, to be reported too
 
 
@@ -45,21 +50,23 @@ class Straggler(Record):
     Attributes:
         rank: the global rank.
         cause: where most of its extra time went: data, compute, slow_core, blocked, stopped,
-            not_running, checkpoint or gc.
+            not_running, checkpoint, evaluation, compilation or gc.
         late_ms: median skew in its late steps, milliseconds.
         first_step: first step of the range.
         last_step: last step of the range.
         others_wait: share of the time of the late steps that the other ranks wait, 0 to 1.
         shape: persistent (late in most steps of the range), periodic (in every `period_steps`-th),
             drifting (later by `slope_ms_per_step` in each step), intermittent (in episodes
-            without a rhythm), or recurring (in blocks of some `block_steps` steps).
+            without a rhythm), recurring (in blocks of some `block_steps` steps), or rare (very
+            late in a few steps).
         period_steps: steps from one late step, or the beginning of a block, to the next; 0 if there
             is no rhythm.
         slope_ms_per_step: milliseconds by which the delay grows per step; 0 if not drifting.
         late_share: share of the steps of the range in which it was late, 0 to 1.
         confidence: 1 minus the p-value, 0 to 1; the p-value is the probability that noise alone
             produces such a pattern in some rank of the run, and falls with the number of steps.
-            0 in results of Paceline versions that did not say.
+            1 for rare delays, which are no pattern but what happened. 0 in results of Paceline
+            versions that did not say.
         block_steps: late steps on end, in the median; 0 if not recurring.
         place: the line of the script (``train.py:12``) or the function between phases where most of
             the delay arises, if the cause is compute or blocked; else empty.
@@ -138,6 +145,7 @@ def find_stragglers(
     own = without_starvation_s(total, excess_s(_not_running_s(counters, steps)))
     found: list[tuple[float, Straggler]] = []
     seen: set[int] = set()  # ranks with a pattern that more cores would not cure
+    explained = np.zeros(skew.shape, dtype=bool)
     for i, pattern, is_own in _patterns(total, own, late_threshold_s, least_cost_s, rules):
         series = own if is_own else total
         cost_s = float(np.sum(series[i], where=pattern.late))
@@ -153,6 +161,13 @@ def find_stragglers(
         elif i in seen and cause != "not_running":
             continue  # the same delay, seen through more noise
         found.append((cost_s, _straggler(i, ranks, skew[i], pattern, cause)))
+        explained[i] |= pattern.late | _next(pattern.late)
+    for i, pattern, is_own in _rare(total, own, explained, ranks):
+        cost_s = float(np.sum(total[i], where=pattern.late))
+        delay_s = cost_s / int(pattern.late.sum())
+        cause = main_cause(i, ranks, counters, pattern.late, starved=not is_own, delay_s=delay_s)
+        if cause is not None:
+            found.append((cost_s, _straggler(i, ranks, skew[i], pattern, cause)))
     found.sort(key=lambda pair: -pair[0])
     return tuple(_without_echoes(found))
 
@@ -237,6 +252,30 @@ def _patterns(
             pattern = find_pattern(series[i], others, limits)
             if pattern is not None:
                 yield i, pattern, is_own
+
+
+def _rare(
+    total: np.ndarray, own: np.ndarray, explained: np.ndarray, ranks: Sequence[RankPhases]
+) -> Iterator[tuple[int, Pattern, bool]]:
+    """Yield the rare delays of each rank that cost much, as `_patterns` does.
+
+    Args:
+        total: excess skew, shape (ranks, steps), seconds.
+        own: the same without time without a core.
+        explained: the steps in which a pattern was found for a rank, or the next; same shape.
+        ranks: phases of each rank.
+    """
+    step_s = np.min([rank.step_s[: total.shape[1]] for rank in ranks], axis=0)
+    threshold_s = _RARE_STEPS * float(np.median(step_s))
+    for i in range(len(total)):
+        for series, is_own in ((own, True), (total, False)):
+            pattern = rare(np.where(explained[i], 0.0, series[i]), threshold_s)
+            if pattern is None:
+                continue
+            cost_s = float(np.sum(series[i], where=pattern.late))
+            if cost_s >= _RARE_COST_SHARE * float(ranks[i].step_s[: len(step_s)].sum()):
+                yield i, pattern, is_own
+                break
 
 
 def _straggler(

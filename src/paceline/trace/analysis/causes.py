@@ -1,11 +1,11 @@
 """Why a rank was late: its extra time in the late steps, by what its main thread did in it.
 
 The extra time is the rank's mean over these steps minus the other ranks' mean over the same steps.
-Input, checkpoints and garbage collection are seen as such. The rest is split by the counters of the
-main thread: time on a core is computing; time neither on a core nor waiting for one is time asleep,
-in which the thread was blocked, or the whole process stopped. If it waited for pages of mapped
-files then, the sleep is input. Threads of a pool compute for the main thread while it sleeps: so
-far as they ran longer, the sleep is computing, too.
+Input, checkpoints, evaluation, compilation and garbage collection are seen as such. The rest is
+split by the counters of the main thread: time on a core is computing; time neither on a core nor
+waiting for one is time asleep, in which the thread was blocked, or the whole process stopped. If it
+waited for pages of mapped files then, the sleep is input. Threads of a pool compute for the main
+thread while it sleeps: so far as they ran longer, the sleep is computing, too.
 
 A thread waits for a core because another process has it, and the longer the more it computes. Of
 two ranks with r and s seconds on a core in a step, each of which waited for v and w, the part
@@ -46,13 +46,21 @@ CAUSES = (
     "stopped",
     "not_running",
     "checkpoint",
+    "evaluation",
+    "compilation",
     "gc",
 )
 _WAITS = [PHASES.index(name) for name in ("waiting", "transfer")]
-_SEEN = [PHASES.index(name) for name in ("input", "checkpoint")]
+# Phases that are causes by themselves.
+_SEEN = {
+    "data": PHASES.index("input"),
+    "checkpoint": PHASES.index("checkpoint"),
+    "evaluation": PHASES.index("evaluation"),
+    "compilation": PHASES.index("compilation"),
+}
 _OPTIMIZER = PHASES.index("optimizer")
 _BETWEEN = [PHASES.index(name) for name in ("host", "other")]
-_REST = [i for i in range(len(PHASES)) if i not in (*_WAITS, *_SEEN)]
+_REST = [i for i in range(len(PHASES)) if i not in (*_WAITS, *_SEEN.values())]
 _FAULTS = (
     1.0  # page faults that wait for storage, more than others in a late step, that explain sleep
 )
@@ -225,8 +233,10 @@ def seconds_by_cause(
 
     gc_s = max(0.0, extra([rank.gc_s for rank in counters]))
     found = {
-        "data": extra([rank.seconds[:, _SEEN[0]] for rank in ranks]),
-        "checkpoint": extra([rank.seconds[:, _SEEN[1]] for rank in ranks]),
+        **{
+            cause: extra([rank.seconds[:, phase] for rank in ranks])
+            for cause, phase in _SEEN.items()
+        },
         "gc": gc_s,
     }
     rest_s = extra([rank.seconds[:, _REST].sum(axis=1) for rank in ranks]) - gc_s

@@ -20,6 +20,7 @@ _MIN_BATCH, _BATCHES, _FEW_BATCHES = 4, 24, 8  # steps of a batch, if there are 
 _MANY = 50  # steps that tell whether neighbours resemble each other
 _TREND_BATCHES = 16
 _CORRELATED = 0.3  # from here on neighbouring batches are not independent
+_FEW = 0.05  # of the steps, at most, that are rare
 _GAP = 2  # steps on time that do not yet end an episode
 
 
@@ -45,7 +46,7 @@ class Pattern:
     """A shape of a rank's delay.
 
     Attributes:
-        shape: persistent, periodic, drifting, intermittent or recurring.
+        shape: persistent, periodic, drifting, intermittent, recurring or rare.
         first: first step of the range.
         last: last step of the range.
         late: the steps in which the rank was late by this pattern, shape (steps,).
@@ -316,3 +317,26 @@ def _episode_begins(late: np.ndarray) -> np.ndarray:
     for distance in range(1, _GAP + 2):
         before[..., distance:] |= late[..., :-distance]
     return np.asarray(late & ~before)
+
+
+# --- a few steps ----------------------------------------------------------------------------------
+
+
+def rare(series: np.ndarray, threshold_s: float) -> Pattern | None:
+    """Return the few steps in which the rank is late by more than a threshold, if there are any.
+
+    They are no pattern that is tested: what happened in them is a fact, whatever happens in others.
+    """
+    late = series > threshold_s
+    steps = np.flatnonzero(late)
+    if not 0 < len(steps) <= _FEW * len(series):
+        return None
+    return Pattern(
+        shape="rare",
+        first=int(steps[0]),
+        last=int(steps[-1]),
+        late=late,
+        fitted_s=np.where(late, series, 0.0),
+        parameters=len(steps),
+        p_value=0.0,
+    )
