@@ -136,8 +136,12 @@ void bind_group(nb::module_& module) {
           [](HostGroup* self, int rank, std::vector<std::shared_ptr<HostSegment>> segments,
              unsigned spin, std::size_t eager_bytes, std::size_t chunk_bytes,
              std::size_t past_cache_bytes) {
-            GroupOptions options{spin, eager_bytes, chunk_bytes, past_cache_bytes,
-                                 &check_python_signals};
+            GroupOptions options;
+            options.spin = spin;
+            options.eager_bytes = eager_bytes;
+            options.chunk_bytes = chunk_bytes;
+            options.past_cache_bytes = past_cache_bytes;
+            options.check_signals = &check_python_signals;
             new (self) HostGroup(rank, std::move(segments), options);
           },
           "rank"_a, "segments"_a, "spin"_a = 0, "eager_bytes"_a = GroupOptions{}.eager_bytes,

@@ -32,6 +32,7 @@ void HostGroup::copy_out(std::byte* to, const std::byte* from, std::size_t bytes
 // Out of a slot of another rank that no other rank reads.
 void HostGroup::take_out(std::byte* to, std::byte* from, std::size_t bytes,
                          std::size_t total) const {
+  if (!options_.take_lines) return copy_out(to, from, bytes, total);
   static const TakeKernel take = take_kernel();
   static const TakeKernel take_past_cache = take_kernel_past_cache();
   if (bytes != 0) (total < options_.past_cache_bytes ? take : take_past_cache)(to, from, bytes);
@@ -106,7 +107,7 @@ void HostGroup::all_reduce_eager(std::byte* data, std::size_t count, DType dtype
   for (std::size_t peer = 0; peer < peers_.size(); ++peer)
     sources_.push_back(peer == index_ ? data : slot(peer, chunk));
   std::byte* const targets[] = {data, slot((index_ + 1) % peers_.size(), chunk)};
-  const std::size_t target_count = peers_.size() == 2 ? 2 : 1;  // of two, the only reader
+  const std::size_t target_count = peers_.size() == 2 && options_.take_lines ? 2 : 1;
   reduction({sources_.data(), sources_.size(), targets, target_count, count});
 }
 
@@ -281,8 +282,9 @@ void HostGroup::reduce_slots(const std::byte* source, std::byte* target, const C
   sources_.clear();
   targets_.assign(1, target);
   for (std::size_t peer = 0; peer < peers_.size(); ++peer) {
-    if (peer != index_) targets_.push_back(slot(peer, chunk) + offset);
-    sources_.push_back(peer == index_ ? source : targets_.back());
+    std::byte* const staged = slot(peer, chunk) + offset;
+    if (peer != index_ && options_.take_lines) targets_.push_back(staged);
+    sources_.push_back(peer == index_ ? source : staged);
   }
   reduction({sources_.data(), sources_.size(), targets_.data(), targets_.size(), count});
 }

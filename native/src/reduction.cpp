@@ -71,6 +71,17 @@ ReductionKernel reduction_kernel(DType dtype, ReduceOp op, InstructionSet set) n
 
 CopyKernel copy_kernel(InstructionSet set) noexcept { return table_of(set).copy; }
 
+// By the maker, not by a measurement at the group's start: where the cores of a virtual machine share a
+// cache in some seconds and none in others (bench/LOG.md), that would hold for its own second only.
+bool taking_pays() noexcept {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return !__builtin_cpu_is("intel");
+#else
+  return true;
+#endif
+}
+
 TakeKernel take_kernel(InstructionSet set) noexcept { return table_of(set).take; }
 
 TakeKernel take_kernel_past_cache(InstructionSet set) noexcept {

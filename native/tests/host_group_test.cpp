@@ -73,12 +73,13 @@ Floats sum_of(int ranks, std::size_t count) {
 const std::size_t counts[] = {0, 1, 3, 17, 1000, 1025, 4096, 5001, 20000};
 const SegmentOptions small_segments{
     .ring_bytes = 6 * 16384, .packet_bytes = 8192, .heap_bytes = 1 << 20};
-GroupOptions small_options() {
+GroupOptions small_options(bool take_lines) {
   GroupOptions options;
   options.eager_bytes = 4096;
+  options.take_lines = take_lines;  // whatever pays here
   return options;
 }
-const GroupOptions small_chunks = small_options();
+const GroupOptions small_chunks = small_options(true);
 
 void check_reductions(HostGroup& group) {
   const int ranks = group.ranks();
@@ -504,6 +505,9 @@ int main() {
     run_threads(ranks, check_messages_from_any_rank, small_segments, small_chunks);
     run_threads(ranks, check_mixture, small_segments, small_chunks);
   }
+  for (const int ranks : {2, 3})
+    for (const auto& check : {check_reductions, check_copies, check_all_to_all, check_mixture})
+      run_threads(ranks, check, small_segments, small_options(false));
   a_late_rank_is_named();
   differing_calls_are_shown();
   an_abort_reaches_all();

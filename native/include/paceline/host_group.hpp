@@ -55,6 +55,7 @@ struct GroupOptions {
   std::size_t eager_bytes = 16384;   // up to here every rank reduces everything
   std::size_t chunk_bytes = std::size_t{256} << 10;  // at most
   std::size_t past_cache_bytes = std::size_t{8} << 20;  // from here on targets are not cached
+  bool take_lines = taking_pays();  // whether the only reader of a slot writes to it (take_kernel)
   std::function<void()> check_signals;  // called ten times a second while waiting; may throw
 };
 

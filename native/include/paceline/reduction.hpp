@@ -59,6 +59,8 @@ CopyKernel copy_kernel_past_cache(InstructionSet set = best_instruction_set()) n
 // modified and others have read takes 25 to 31 ns a line between cores without a shared cache, to
 // lines that another core has modified 6 (bench/LOG.md).
 using TakeKernel = void (*)(std::byte* to, std::byte* from, std::size_t bytes);
+// Not so on Intel's CPUs, where both take 5 to 8 and the additional stores cost a copy a third.
+bool taking_pays() noexcept;
 TakeKernel take_kernel(InstructionSet set = best_instruction_set()) noexcept;
 TakeKernel take_kernel_past_cache(InstructionSet set = best_instruction_set()) noexcept;
 
