@@ -15,7 +15,8 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.clock import SystemClock
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, StorageError
+from paceline.core.files import commit_text
 from paceline.launch.lost_children import lost_child
 
 if TYPE_CHECKING:
@@ -69,13 +70,13 @@ def write_report(
     if not exit_code:
         # Formatting the traceback reads source files. Meanwhile the launcher may stop this rank for
         # the failure of another: without any report it would pass for the rank that failed first.
-        with contextlib.suppress(OSError):
-            _replace(path, report)
+        with contextlib.suppress(StorageError):
+            commit_text(path, json.dumps(report))
         text = "".join(traceback.format_exception(type(error), error, frames))
         report["traceback"] = text
     try:
-        _replace(path, report)
-    except OSError:
+        commit_text(path, json.dumps(report))
+    except StorageError:
         with contextlib.suppress(OSError):
             sys.stderr.write(str(report["traceback"]))
 
@@ -84,12 +85,6 @@ def _take_no_more_signals() -> None:
     """Have torch's handler raise no more: it does at each end of a worker, also amid a report."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-
-def _replace(path: Path, report: dict[str, Any]) -> None:
-    partial = path.with_suffix(".failure-partial")
-    partial.write_text(json.dumps(report), encoding="utf-8")
-    partial.replace(path)
 
 
 def read_reports(run: Path) -> list[dict[str, Any]]:

@@ -23,6 +23,8 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from paceline.core.errors import StorageError
+from paceline.core.files import commit_text
 from paceline.core.node import oom_kills
 from paceline.core.on_import import on_import
 from paceline.core.processes import signal_name
@@ -117,10 +119,8 @@ def _note(popen: Any, code: int) -> None:
     lost = _lost(_name_of(next(own, None)), -code, code)
     _noted.append(lost)
     _LOG.warning("%s was killed by %s", lost.name, lost.signal)
-    partial = path.with_suffix(".lost-partial")
-    with contextlib.suppress(OSError):  # a full disk
-        partial.write_text(json.dumps(lost._asdict()), encoding="utf-8")
-        partial.replace(path)
+    with contextlib.suppress(StorageError):  # a full disk
+        commit_text(path, json.dumps(lost._asdict()))
 
 
 def lost_child(error: BaseException) -> LostChild | None:
