@@ -141,6 +141,18 @@ def rarely_late(facts, match):
         yield f"late by {count} times {late_s:.6f} s, others are blocked for {others_s:.6f} s"
 
 
+def largest_loss(facts, match):
+    """A phase that takes about what is said, and more than waiting."""
+    phases = DOING[match[1]]
+    if phases is None:
+        return
+    own = facts.mean_share(phases[0])
+    if abs(own - share(match[2])) > LOOSE:
+        yield f"{match[1]} is {match[2]} %, counted {100 * own:.1f} %"
+    if own + LOOSE < facts.mean_share("blocked") / 2:  # of which a part is communication
+        yield f"the ranks are blocked for {100 * facts.mean_share('blocked'):.1f} %"
+
+
 def loader_costs(facts, match):
     own = max(rank.share("input") for rank in facts.ranks)
     compiled_once = 1 - max(rank.share("compilation") for rank in facts.ranks)
@@ -292,6 +304,7 @@ RARE = (
     rf"(?:rank \d+ waits|the others wait) {SHARE} of (?:this step|each of these steps)\."
 )
 VERDICT = (
+    (rf"The largest loss is ({THINGS}): {SHARE} of the loop\.", largest_loss),
     (RARE, rarely_late),
     (EVEN + SPENT + r"\.", even),
     (EVEN + "(?=compiling)", steps_are),

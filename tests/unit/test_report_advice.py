@@ -83,6 +83,17 @@ def test_ranks_that_evaluate_at_different_times_share_each_evaluation(tmp_path):
     assert saved == pytest.approx(waited_s / 2, rel=0.05)
 
 
+def test_data_that_all_ranks_wait_for_is_advised_on_beside_a_rank_that_is_late(tmp_path):
+    all_ranks = tuple(Late(rank, 30, 0, 79) for rank in (0, 1))
+    facts = data_parallel(2, 80, late=(*all_ranks, Late(1, 8, 0, 79, cause="compute")))
+    report = gather(write_run(tmp_path, facts))
+    assert [late.cause for late in report.stragglers] == ["compute"]
+    assert report.verdict.startswith("The largest loss is waiting for data: ")
+    (advice,) = (advice for advice in report.advice if advice.rule == "loader_workers")
+    assert advice.share > 0.3
+    assert "in the other steps" not in advice.action
+
+
 def test_batches_of_like_length_are_for_ranks_that_wait_in_most_steps(tmp_path):
     def report(late):
         return gather(write_run(tmp_path / str(len(late)), data_parallel(4, 80, late=late)))

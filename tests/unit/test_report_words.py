@@ -96,6 +96,16 @@ def test_each_shape_has_its_words():
     )
 
 
+def test_a_loss_of_all_ranks_that_is_larger_than_the_late_rank_comes_first():
+    data = Breakdown(input=7.0, forward=2.0, waiting=1.0)
+    text = _verdict((LATE,), total=data)
+    assert text.startswith("The largest loss is waiting for data: 70 % of the loop. Rank ")
+    waits = Breakdown(input=2.0, forward=5.0, waiting=3.0)
+    assert _verdict((LATE,), total=waits).startswith("Rank ")
+    little = Breakdown(input=1.9, forward=8.0, waiting=0.1)
+    assert _verdict((LATE,), total=little).startswith("Rank ")
+
+
 def test_rare_delays_are_told_with_their_steps():
     once = _late("rare", late_ms=3000.0, first_step=61, last_step=61, cause="evaluation")
     assert _verdict((once,)) == (

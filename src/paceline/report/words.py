@@ -15,7 +15,7 @@ from paceline.report.units import format_seconds, format_share, plural
 from paceline.trace.merge.steps import StepRule
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from paceline.runs.result import Failure, RunResult
@@ -38,6 +38,9 @@ DOING = {
     "other": "the rest of the loop",
 }
 _LABELS = {"transfer": "communication"}
+_MUCH = 2.0  # times as long as the ranks wait for each other
+_LARGE = 0.2  # of the loop
+_LOSSES = ("input", "copy", "compilation", "checkpoint", "host")  # phases that train nothing
 NOTABLE_WAITING = 0.1  # of a step
 _NOTABLE_COMPILATION = 0.05  # of the loop
 _NO_STEP = (
@@ -154,6 +157,7 @@ def verdict(  # noqa: PLR0913  # a keyword for each thing that a sentence is abo
         else:
             sentences.append(_NOT_WRITTEN if failure.step else _NONE_COMPLETED)
     elif stragglers:
+        sentences += _larger_loss(total)
         sentences.append(late_words(stragglers[0], world_size, place))
         if len(stragglers) > 1:
             sentences.append(more_words(stragglers[1:]))
@@ -309,6 +313,15 @@ def _even_words(world_size: int, steps: int, total: Breakdown, most_late_rank: i
             f"{format_share(waiting)} of the time, {whom}; {spent}"
         )
     return f"No rank was late in {plural(steps, 'step')}: {spent}"
+
+
+def _larger_loss(total: Breakdown) -> Iterator[str]:
+    """Yield what costs all ranks much more than waiting for a late rank, if something does."""
+    losses = {name: seconds for name, seconds in total.items() if name in _LOSSES}
+    largest = max(losses, key=lambda name: losses[name])
+    share = losses[largest] / max(total.total_s, 1e-12)
+    if losses[largest] > _MUCH * total.waiting and share >= _LARGE:
+        yield f"The largest loss is {DOING[largest]}: {format_share(share)} of the loop."
 
 
 def _spent_words(total: Breakdown) -> str:

@@ -83,7 +83,7 @@ class Facts:
     Attributes:
         steps: of the run.
         step: the mean step.
-        undisturbed: the steps in which no rank was late; None if there are none.
+        undisturbed: the steps in which no rank was late by its data; None if there are none.
         stragglers: the ranks that were late.
         uneven_evaluation: ranks for whose evaluation the other ranks wait; None without.
         usual_waiting_s: what the ranks wait in the median step, the mean over them.

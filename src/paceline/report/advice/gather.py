@@ -129,6 +129,8 @@ def mean_times(by_rank: Sequence[Sequence[HostTime]]) -> tuple[HostTime, ...]:
 
 
 def _undisturbed(ranks: Sequence[RankPhases], stragglers: Sequence[Straggler]) -> Scope | None:
+    """Return the steps in which no rank's data is late: what else is, workers would not cure."""
+    stragglers = [late for late in stragglers if late.cause == "data"]
     chosen = undisturbed_steps(ranks, stragglers)
     if not chosen.any():
         return None
