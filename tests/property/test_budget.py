@@ -120,6 +120,16 @@ def test_ranks_are_disjoint_and_within_what_is_allowed(made):
     assert (budget.state == "unbound") == (asked["ranks"] > len(allowed))
 
 
+def test_a_hardware_thread_that_one_core_has_alone_is_no_ranks():
+    cores = [PhysicalCore(package=0, node=0, cache=0, threads=(2 * i, 2 * i + 1)) for i in range(4)]
+    topology = CpuTopology(source="sysfs", cores=tuple(cores))
+    first, second = cpu_budget(topology, [0, 1, 2, 4, 6], ranks=2).ranks
+    assert (first.compute, second.compute) == ("0,2", "4,6")
+    assert (first.communication, second.communication) == ("0,2", "4,6")
+    alone = cpu_budget(topology, [0, 1, 2], ranks=1).ranks[0]
+    assert (alone.compute, alone.communication) == ("0,2", "1")
+
+
 @given(budgets())
 def test_all_ranks_get_as_much(made):
     *_, budget = made

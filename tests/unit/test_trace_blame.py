@@ -74,8 +74,12 @@ def test_nobody_is_late_alone_or_in_a_few_steps(tmp_path):
     assert _stragglers(tmp_path / "short", data_parallel(2, 7, late=(Late(0, 9, 0, 6),))) == ()
 
 
-def test_one_hiccup_makes_no_straggler(tmp_path):
-    assert _stragglers(tmp_path, data_parallel(2, STEPS, late=(Late(1, 500, 60, 60),))) == ()
+def test_one_hiccup_is_named_only_where_it_costs_much(tmp_path):
+    hiccup = data_parallel(2, STEPS, late=(Late(1, 80, 60, 60),))
+    assert _stragglers(tmp_path / "short", hiccup) == ()
+    costly = data_parallel(2, STEPS, late=(Late(1, 500, 60, 60),))  # a third of the loop
+    (late,) = _stragglers(tmp_path / "long", costly)
+    assert (late.rank, late.cause, late.shape) == (1, "data", "rare")
 
 
 @example(460, 2, 5, 20, 5.0, "data", None)  # five batches of four steps were too few to tell

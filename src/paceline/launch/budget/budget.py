@@ -178,6 +178,8 @@ def cpu_budget(
             everything, ranks, threads or 1, f"{ranks} ranks share {_cores(len(allowed))}"
         )
     shares, spare = _divide(topology, ranks)
+    if ranks > 1:
+        shares = _alike(shares)
     demand = _Demand(threads=threads, workers=workers, accelerator=accelerator)
     budgets = tuple(_rank_budget(rank, share, demand) for rank, share in enumerate(shares))
     server = core_list(thread for core in spare for thread in core.threads)
@@ -218,6 +220,17 @@ def _divide(
         spare += pool[count * size :]
     assert len(shares) == ranks
     return shares, spare
+
+
+def _alike(shares: Sequence[tuple[PhysicalCore, ...]]) -> list[tuple[PhysicalCore, ...]]:
+    """Return the shares with as many hardware threads of each core: all ranks get as much.
+
+    Masks are not always of whole cores. A thread that other cores lack stays idle.
+    """
+    least = min(len(core.threads) for share in shares for core in share)
+    return [
+        tuple(replace(core, threads=core.threads[:least]) for core in share) for share in shares
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
