@@ -1,6 +1,7 @@
 """Blame on made-up runs: the right rank, cause and shape in most, and hardly ever one in noise."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from paceline.core.breakdown import PHASES
 from paceline.trace.analysis.blame import find_stragglers
 from paceline.trace.analysis.causes import CAUSES, main_cause
 from paceline.trace.analysis.host import HostTime
-from paceline.trace.analysis.p_values import binomial_tail, upper_tail
+from paceline.trace.analysis.p_values import binomial_tail, sum_tail, upper_tail
 from paceline.trace.analysis.patterns import find_pattern
 from paceline.trace.analysis.shapes import PatternRules, best_range
 from paceline.trace.analysis.shifts import find_shifts
@@ -144,6 +145,34 @@ def test_blocks_without_a_rhythm_have_no_period(ranks):
     assert (found.rank, found.cause, found.shape) == (1, "compute", "recurring")
     assert (found.period_steps, found.block_steps) == (0, pytest.approx(25, abs=3))
     assert found.first_step == pytest.approx(20, abs=3)
+
+
+def test_long_episodes_are_found_beside_as_many_short_ones_of_another_rank():
+    """On a noisy node: counts of episodes say nothing, their seconds do."""
+    random = np.random.default_rng(3)
+    own, other = np.zeros(900), np.zeros(900)
+    begins = np.cumsum(random.integers(14, 38, 60))
+    for begin in begins[begins < 885]:
+        own[begin : begin + 6] = 0.02
+        other[begin + 10] = 0.02
+    culprits = [Culprit(1, "blocked", own), Culprit(0, "blocked", other)]
+    found = stragglers(random, 2, 900, Noise(level=0.2, bursts=0.2), culprits)
+    assert (found[0].rank, found[0].cause, found[0].shape) == (1, "blocked", "intermittent")
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    st.lists(st.integers(1, 40), max_size=6),
+    st.sampled_from([0.5, 0.25]),
+)
+def test_the_tail_of_a_sum_is_that_of_all_its_cases(own, theirs, share):
+    amounts = np.array([*own, *theirs], dtype=float)
+    cases = np.array(list(itertools.product([0, 1], repeat=len(amounts))))
+    chances = np.prod(np.where(cases, share, 1 - share), axis=1)
+    exact = float(chances[cases @ amounts >= sum(own)].sum())
+    nearly = float(chances[cases @ amounts >= sum(own) - 0.01 * amounts.sum()].sum())
+    found = sum_tail(np.array(own, dtype=float), np.array(theirs, dtype=float), share)
+    assert exact - 1e-12 <= found <= nearly + 1e-12
 
 
 def test_two_ranks_whose_blocks_alternate_are_neither_of_them_late():

@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 
+_GRID = 2_000  # units of a sum
+
 
 def upper_tail_t(value: float, freedom: int) -> float:
     """Return P(T > value) of Student's t.
@@ -42,3 +44,29 @@ def divergence(share: np.ndarray, rate: float) -> np.ndarray:
     inner = np.clip(share, 1e-12, 1 - 1e-12)
     value = inner * np.log(inner / rate) + (1 - inner) * np.log((1 - inner) / (1 - rate))
     return np.where(share > rate, value, 0.0)
+
+
+def sum_tail(own: np.ndarray, theirs: np.ndarray, share: float) -> float:
+    """Return the probability that a rank has a sum as large as `own` by chance.
+
+    Each amount, of `own` and `theirs`, is the rank's with probability `share`, independently. The
+    distribution of the sum is computed on a grid, on which amounts are rounded so that the result
+    is too large rather than too small.
+
+    Args:
+        own: amounts that the rank has, positive, shape (own,).
+        theirs: amounts that others have, shape (theirs,).
+        share: between 0 and 1.
+    """
+    total = float(own.sum() + theirs.sum())
+    if total <= 0.0:
+        return 1.0
+    scale = _GRID / total
+    down, up = np.floor(own * scale).astype(int), np.ceil(theirs * scale).astype(int)
+    chances = np.zeros(int(down.sum() + up.sum()) + 1)
+    chances[0] = 1.0
+    for amount in (*down, *up):
+        moved = share * chances
+        chances *= 1 - share
+        chances[amount:] += moved[: len(chances) - amount]
+    return float(chances[int(down.sum()) :].sum())

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.trace.analysis.p_values import binomial_tail, upper_tail, upper_tail_t
+from paceline.trace.analysis.p_values import (
+    binomial_tail,
+    sum_tail,
+    upper_tail,
+    upper_tail_t,
+)
 
 MIN_STEPS = 8  # of a range, and of a run that is judged
 MIN_CYCLES = 5  # of what repeats
@@ -273,9 +278,11 @@ def intermittent(series: np.ndarray, others: np.ndarray, rules: PatternRules) ->
     """Return the episodes of late steps, if this rank has more of them than its share.
 
     Noise brings episodes to all ranks alike: of all episodes each is this rank's with a probability
-    of 1 / ranks. Small and large delays are tried, since noise brings many small episodes.
+    of 1 / ranks. Small and large delays are tried, since noise brings many small episodes; and both
+    the number of episodes and their seconds, since on a noisy node other ranks have as many.
     Where one episode has most of the late steps the delay is a range, whatever else there is.
-    Source: the exact binomial (sign) test, W. Conover, Practical Nonparametric Statistics, 3.1.
+    Sources: the exact binomial (sign) test, W. Conover, Practical Nonparametric Statistics, 3.1; of
+    sums, R. A. Fisher, The Design of Experiments, 1935, section 21.
     """
     positive = series[series > rules.late_threshold_s]
     if not len(positive):
@@ -293,7 +300,10 @@ def intermittent(series: np.ndarray, others: np.ndarray, rules: PatternRules) ->
         if longest >= MIN_STEPS and longest > late.sum() / 2:
             continue
         theirs = int(_episode_begins(others > level_s).sum())
-        p_value = binomial_tail(own, theirs, 1 / (1 + len(others)))
+        share = 1 / (1 + len(others))
+        by_count = binomial_tail(own, theirs, share)
+        by_sum = sum_tail(_episodes_s(series, level_s), _episodes_s(others, level_s), share)
+        p_value = 2 * min(by_count, by_sum)
         if best is None or p_value < best[0]:
             best = (p_value, late)
     if best is None:
@@ -309,6 +319,13 @@ def intermittent(series: np.ndarray, others: np.ndarray, rules: PatternRules) ->
         parameters=1 + 2 * int(_episode_begins(late).sum()),
         p_value=min(1.0, rules.series * len(levels) * p_value),
     )
+
+
+def _episodes_s(series: np.ndarray, level_s: float) -> np.ndarray:
+    """Return the seconds of each episode of late steps, of one series or of several in turn."""
+    late = series > level_s
+    numbers = np.cumsum(_episode_begins(late))  # goes on from row to row
+    return np.bincount(numbers, weights=np.where(late, series, 0.0).ravel())[1:]
 
 
 def _episode_begins(late: np.ndarray) -> np.ndarray:
