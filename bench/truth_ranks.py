@@ -176,7 +176,8 @@ class _Slowness:
         self.heap = []
         self.state = {"weights": bytes(1 << 12)}
         self.numbers = random.Random(0).choices(range(1 << 20), k=200)
-        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - open until the process ends
+        if plant is not None and plant.cause == "log":
+            self.log = tempfile.TemporaryFile()  # noqa: SIM115 - open until the process ends
         if plant is not None and plant.cause == "blocked":
             self.pipe = os.pipe()
             self.wanted = os.pipe()
