@@ -175,6 +175,14 @@ def test_the_tail_of_a_sum_is_that_of_all_its_cases(own, theirs, share):
     assert exact - 1e-12 <= found <= nearly + 1e-12
 
 
+@given(st.integers(1, 300), st.sampled_from([0.5, 0.25, 0.01]))
+def test_the_tail_of_a_sum_of_many_is_bounded_above_and_not_by_much(own, share):
+    theirs = 500 - own
+    exact = binomial_tail(own, theirs, share)
+    found = sum_tail(np.full(own, 0.02), np.full(theirs, 0.02), share)
+    assert exact - 1e-9 <= found <= min(1.0, 40 * exact)
+
+
 def test_two_ranks_whose_blocks_alternate_are_neither_of_them_late():
     """Each waits as much as it makes the other wait: uneven work, which advice is about."""
     steps = np.arange(400)

@@ -303,10 +303,7 @@ def intermittent(series: np.ndarray, others: np.ndarray, rules: PatternRules) ->
         share = 1 / (1 + len(others))
         by_count = binomial_tail(own, theirs, share)
         own_s, theirs_s = _episodes_s(series, level_s), _episodes_s(others, level_s)
-        by_sum = 1.0  # of a rank that has no more than its share: the distribution costs 30 ms
-        if own_s.sum() > share * (own_s.sum() + theirs_s.sum()):
-            by_sum = sum_tail(own_s, theirs_s, share)
-        p_value = 2 * min(by_count, by_sum)
+        p_value = 2 * min(by_count, sum_tail(own_s, theirs_s, share))
         if best is None or p_value < best[0]:
             best = (p_value, late)
     if best is None:
