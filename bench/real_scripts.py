@@ -55,6 +55,20 @@ def prepare():
     return python
 
 
+def execute(command, folder):
+    """Run a loop in a folder, to which its ranks write their results."""
+    environment = {"LOOP_OUT": str(folder), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    return subprocess.run(
+        list(map(str, command)),
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+
 def run(python, name, steps, folder, *, recorded):
     """Run a loop; return its results by rank, and the folder of its run."""
     folder.mkdir()
@@ -62,22 +76,7 @@ def run(python, name, steps, folder, *, recorded):
     command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", RANKS]
     if recorded:
         command = [python, "-m", "paceline", "run", "-n", RANKS, "--out", folder / "RUN"]
-    command = [str(word) for word in (*command, script, name, steps)]
-    environment = {
-        **os.environ,
-        "LOOP_OUT": str(folder),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    done = execute([*command, script, name, steps], folder)
     if done.returncode:
         tell(f"  {name} failed:\n" + "\n".join(done.stderr.splitlines()[-15:]))
         return None

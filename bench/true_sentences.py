@@ -467,21 +467,12 @@ def record(python, name, ranks, folder):
         script = "frameworks.py"
     if name in PROJECTS:
         script = "projects.py"
-    arguments = [folder / "loops" / script, name, STEPS]
-    words = [python, "-m", "paceline", "run", "-n", ranks, "--out", place / "RUN", *arguments]
-    environment = {"LOOP_OUT": str(place), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        list(map(str, words)),
-        cwd=place,
-        env={**real_scripts.os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=real_scripts.DEADLINE_S,
-        check=False,
-    )
+    run, loop = place / "RUN", folder / "loops" / script
+    words = [python, "-m", "paceline", "run", "-n", ranks, "--out", run, loop, name, STEPS]
+    done = real_scripts.execute(words, place)
     if done.returncode:
         raise RuntimeError(f"{name} on {ranks} ranks failed:\n{done.stderr[-800:]}")
-    return place / "RUN"
+    return run
 
 
 def all_runs():
