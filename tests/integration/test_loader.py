@@ -11,12 +11,13 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from paceline import store
 from paceline.core.errors import (
@@ -725,6 +726,77 @@ def test_the_batch_sampler_speaks_the_protocol_of_stateful_data_loaders(path):
         PackSampler(path, 8, order=SampleOrder(sample_count=COUNT, seed=1)).load_state_dict(state)
     with pytest.raises(UsageError, match="the order is of 7 samples"):
         PackSampler(path, 8, order=SampleOrder(sample_count=7))
+
+
+class Sharded(BatchSampler):
+    """Shares out the batches of another sampler, as accelerate does."""
+
+    def __init__(self, batch_sampler, num_processes):
+        self.batch_sampler, self.num_processes = batch_sampler, num_processes
+
+    def __len__(self):
+        return len(self.batch_sampler) // self.num_processes
+
+    def __iter__(self):
+        yield from itertools.islice(self.batch_sampler, 0, None, self.num_processes)
+
+
+class OfAllRanks(DistributedSampler):
+    """Shares out the items of another sampler, as Lightning does."""
+
+    def __init__(self, sampler):
+        super().__init__(sampler, num_replicas=2, rank=0, shuffle=False)
+
+    def __iter__(self):
+        items = list(self.dataset)
+        return (items[index] for index in super().__iter__())
+
+
+class LoaderDispatcher(DataLoader):
+    """Asks for the batches of all ranks on rank 0."""
+
+    state = types.SimpleNamespace(num_processes=2)
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda sampler, _: Sharded(sampler, 2),
+        lambda sampler, _: DataLoader(range(COUNT), batch_sampler=Sharded(sampler, 2)),
+        lambda sampler, _: OfAllRanks(sampler),
+        lambda sampler, _: OfAllRanks(sampler.sampler),
+        lambda sampler, data: LoaderDispatcher(data, batch_sampler=sampler),
+    ],
+)
+def test_batches_of_a_rank_are_not_shared_out_once_more(path, share):
+    """Half of an epoch was lost so, without a word."""
+    sampler = PackSampler(path, 16, rank=0, world_size=2)
+    shared = share(sampler, PackDataset(path, len))
+    with pytest.raises(UsageError, match="would share the batches of one rank among 2 ranks"):
+        list(shared)
+    assert len(list(DataLoader(PackDataset(path, len), batch_sampler=sampler))) == 7
+
+
+def test_batches_of_all_ranks_may_be_shared_out(path):
+    whole = PackSampler(path, 16, rank=0, world_size=1)
+    assert list(Sharded(whole, 2)) == list(PackSampler(path, 16, rank=0, world_size=1))[::2]
+    one = PackSampler(path, 16, rank=0, world_size=2)
+    assert len(list(Sharded(one, 1))) == 7
+
+
+def test_the_batch_sampler_takes_the_ranks_of_an_injected_sampler(path):
+    """Lightning makes a batch sampler anew, with a DistributedSampler of its own."""
+    injected = DistributedSampler(PackDataset(path), num_replicas=2, rank=1)
+    sampler = PackSampler(path, 16, sampler=injected)
+    expected = list(PackSampler(path, 16, rank=1, world_size=2))
+    assert isinstance(sampler, BatchSampler)
+    assert (sampler.batch_size, sampler.drop_last) == (8, False)
+    assert list(sampler) == expected
+    sampler.sampler.set_epoch(0)
+    assert list(sampler.sampler) == list(itertools.chain(*expected))
+    assert len(sampler.sampler) == sum(map(len, expected))
+    with pytest.raises(UsageError, match="takes a DistributedSampler, got SequentialSampler"):
+        PackSampler(path, 16, sampler=SequentialSampler(range(COUNT)))
 
 
 def test_a_data_set_s_state_is_its_pack(path, images):

@@ -13,8 +13,8 @@ Seven sub-packages, with imports in one direction (an import contract checks it)
         format          what lies on disk: layout, header, index
 
 `pack` writes a pack of a source (`Folder`, `Archives` or `Samples`; docs/reference/pack-format.md),
-`open_pack` reads it, and `Loader` (or `PackDataset`, for torch's own DataLoader) feeds PyTorch from
-it. Only these two import torch, when they are first accessed.
+`open_pack` reads it, and `Loader` (or `PackDataset` and `PackSampler`, for torch's own DataLoader)
+feeds PyTorch from it. Only these three import torch, when they are first accessed.
 """
 
 from typing import Any
@@ -22,7 +22,6 @@ from typing import Any
 from paceline.store.feed.crops import CenterCrop, RandomCrop
 from paceline.store.feed.options import LoaderConfig, LoaderOptions
 from paceline.store.feed.order import SampleOrder
-from paceline.store.feed.sampler import PackSampler
 from paceline.store.in_place.checksums import add_checksums
 from paceline.store.in_place.opening import open_pack
 from paceline.store.in_place.packing import find_source
@@ -62,8 +61,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Loader", "PackDataset"):
-        from paceline.store.feed import loader
+    if name == "Loader":
+        from paceline.store.feed.loader import Loader
 
-        return getattr(loader, name)
+        return Loader
+    if name in ("PackDataset", "PackSampler"):
+        from paceline.store.feed import dataset
+
+        return getattr(dataset, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ and the position in the epoch is one integer, the samples that all ranks have co
     W = 2      | rank 0| rank 1| rank 0| rank 1|
     W = 4                                      | 0 | 1 | 2 | 3 |     after a restart
 
-Nothing here needs torch: a batch sampler is any iterable.
+Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ import numpy as np
 from paceline.core.config import environment
 from paceline.core.errors import UsageError
 from paceline.store.feed.order import SampleOrder
-from paceline.store.in_place.opening import open_pack
-from paceline.store.read.pack import Pack
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from numpy.typing import NDArray
+
+    from paceline.store.read.pack import Pack
 
 LastBatch = Literal["pad", "drop", "join"]
 
@@ -138,105 +137,6 @@ class RankBatches:
         share = self.global_batch_size // self.world_size
         places = np.arange(share, dtype=np.int64) + begin + self.rank * share
         return places % self.sample_count
-
-
-class PackSampler:
-    """Batches of sample numbers for this rank: the ``batch_sampler`` of torch's `DataLoader`.
-
-    ::
-
-        order = SampleOrder(sample_count=len(pack), seed=7)
-        sampler = PackSampler(pack, global_batch_size=256, order=order)
-        loader = DataLoader(PackDataset(pack), batch_sampler=sampler, num_workers=2)
-
-    Each pass is one epoch; a pass that was taken to its end moves on to the next epoch. The state
-    says how far batches were *asked for*, which is ahead of what a DataLoader with workers has
-    delivered; give `state_dict` the number of batches that your loop has seen. (torchdata's
-    StatefulDataLoader keeps the right one by itself.)
-
-    Args:
-        pack: an open pack, or the path of one.
-        global_batch_size: samples of a step over all ranks.
-        order: shuffle and seed; its `sample_count` must be the pack's. By default a global shuffle
-            of seed 0.
-        rank: by default this process's (torch.distributed, then the environment's RANK).
-        world_size: likewise.
-        last: how to treat an incomplete last batch (`RankBatches`).
-    """
-
-    def __init__(
-        self,
-        pack: Pack | str | os.PathLike[str],
-        global_batch_size: int,
-        *,
-        order: SampleOrder | None = None,
-        rank: int | None = None,
-        world_size: int | None = None,
-        last: LastBatch = "pad",
-    ) -> None:
-        self.pack = pack if isinstance(pack, Pack) else open_pack(pack)
-        self.order = order_of(self.pack, order)
-        rank, world_size = resolve_rank(rank, world_size)
-        self.batches = RankBatches(
-            sample_count=len(self.pack),
-            global_batch_size=global_batch_size,
-            rank=rank,
-            world_size=world_size,
-            last=last,
-        )
-        self._start = 0
-        self._asked = 0  # batches, since the last pass began at `_start`
-        # Where the last pass began; stays when it ends, for a DataLoader has then delivered less.
-        self._pass = (self.order, self._start)
-
-    def __len__(self) -> int:
-        """Return the batches of a whole epoch."""
-        return self.batches.count()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self._asked = 0
-        order, start = self.order, self._start
-        self._pass = (order, start)
-        for number in range(self.batches.count(start)):
-            begin = self.batches.after(start, number)
-            (positions,) = self.batches.positions(begin)
-            samples = order.samples(positions).tolist()
-            self._asked = number + 1
-            yield samples
-        self._go_to(order.epoch + 1)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch, unless this is it."""
-        self._go_to(epoch)
-        self._pass = (self.order, self._start)
-
-    def _go_to(self, epoch: int) -> None:
-        if epoch != self.order.epoch:
-            self.order = dataclasses.replace(self.order, epoch=epoch)
-            self._start = self._asked = 0
-
-    def state_dict(self, batches: int | None = None) -> dict[str, Any]:
-        """Return the position of the pass.
-
-        Args:
-            batches: number of batches that the last pass has delivered; by default the number that
-                was requested from it.
-        """
-        if batches is None:
-            order, start, batches = self.order, self._start, self._asked
-        else:
-            order, start = self._pass
-        return save_state(order, self.pack, self.batches.after(start, batches))
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume the next pass at the position of `state`, on any number of ranks.
-
-        Raises:
-            UsageError: it is the state of another pack or order.
-        """
-        self.order, self._start = load_state(state, self.order, self.pack)
-        self._asked = 0
-        self._pass = (self.order, self._start)
 
 
 def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
