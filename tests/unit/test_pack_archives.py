@@ -2,14 +2,18 @@
 
 import io
 import tarfile
+import tempfile
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline import store
 from paceline.core.errors import NotFound, StorageError, UsageError
 from paceline.store import PackOptions, open_pack
 from paceline.store.write import options as limits_module
-from paceline.store.write.sources import archives, tar
+from paceline.store.write.sources import archives, member_classes, tar
 
 
 def write_tar(path, members, **kwargs):
@@ -133,8 +137,8 @@ def test_a_hard_link_stays_within_its_archive_and_its_group(tmp_path):
     one = write_tar(tmp_path / "1.tar", first)
     store.pack(store.Archives(one), tmp_path / "pack")
     with open_pack(tmp_path / "pack") as pack:
-        assert (list(pack.names), pack.class_names) == (["a.jpg", "b.jpg"], ("7",))
-        assert pack.labels.tolist() == [0, 0]
+        assert (list(pack.names), pack.class_names[7:]) == (["a.jpg", "b.jpg"], ("7",))
+        assert pack.labels.tolist() == [7, 7]
     two = write_tar(tmp_path / "2.tar", [("c", b"c"), link_to("a.jpg", "d")])
     with pytest.raises(UsageError, match=r"no file of the archive.*2\.tar.*'a\.jpg'"):
         store.pack(store.Archives([one, two]), tmp_path / "other")
@@ -270,7 +274,11 @@ def group(key, label, **others):
     return [(f"{key}.cls", label), *((f"{key}.{ext}", body) for ext, body in others.items())]
 
 
-def test_cls_members_label_their_group(tmp_path):
+def labels_of(pack):
+    return dict(zip(pack.names, pack.labels.tolist(), strict=True))
+
+
+def test_cls_members_label_their_group(tmp_path, caplog):
     members = [
         ("d.x/no-extension", b"0"),
         *group("d.x/1", b"10\n", jpg=b"a", json=b"{}"),
@@ -281,16 +289,85 @@ def test_cls_members_label_their_group(tmp_path):
     ]
     store.pack(store.Archives(write_tar(tmp_path / "a.tar", members)), tmp_path / "pack")
     with open_pack(tmp_path / "pack") as pack:
-        assert pack.class_names == ("9", "10")
-        labels = dict(zip(pack.names, pack.labels.tolist(), strict=True))
+        assert pack.class_names == tuple(str(k) for k in range(11))
+        labels = labels_of(pack)
     assert labels == {
-        "d.x/1.jpg": 1,
-        "d.x/1.json": 1,
-        "d.x/2.seg.png": 0,
+        "d.x/1.jpg": 10,
+        "d.x/1.json": 10,
+        "d.x/2.seg.png": 9,
         "d.x/3.jpg": -1,
-        "d.x/4.cls": -1,
         "d.x/no-extension": -1,
     }
+    assert "1 .cls member(s) name the class of no sample ('d.x/4.cls')" in caplog.text
+    assert "1 sample(s) of " in caplog.text
+    assert "have no .cls member and the label -1 ('d.x/3')" in caplog.text
+
+
+def test_files_that_end_in_cls_are_samples_where_there_are_no_others(tmp_path):
+    members = [("a/article.cls", b"% LaTeX" * 100), ("a/notes.cls", b"short"), ("b/x.txt", b"1")]
+    store.pack(store.Archives(write_tar(tmp_path / "a.tar", members)), tmp_path / "pack")
+    with open_pack(tmp_path / "pack") as pack:
+        assert pack.class_names == ("a", "b")
+        assert labels_of(pack) == {"a/article.cls": 0, "a/notes.cls": 0, "b/x.txt": 1}
+
+
+@given(
+    st.dictionaries(st.integers(0, 9), st.integers(-1, 12), min_size=1),
+    st.sets(st.integers(0, 9)),
+    st.randoms(),
+    st.booleans(),
+)
+def test_members_of_one_key_have_its_class_wherever_they_stand(classes, others, random, in_place):
+    members = [(f"x/{key}.cls", b"%d" % name) for key, name in classes.items()]
+    keys = sorted(classes.keys() | others)
+    members += [(f"x/{key}.{ending}", b"") for key in keys for ending in ("jpg", "a.txt")]
+    random.shuffle(members)
+    expected = {name: classes.get(int(name[2]), -1) for name, _ in members if name[3:] != ".cls"}
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_tar(Path(folder) / "a.tar", members)
+        if not in_place:
+            store.pack(store.Archives(path), Path(folder) / "pack")
+        with open_pack(path if in_place else Path(folder) / "pack") as pack:
+            assert labels_of(pack) == expected
+            assert len(pack.class_names) == max(classes.values()) + 1
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [((-2, 0), "says -2, which is no label"), ((0, 1 << 20), "no label")]
+)
+def test_a_number_that_is_no_label_is_refused(tmp_path, numbers, text):
+    members = [m for n in numbers for m in group(f"k{n}", b"%d" % n, jpg=b"")]
+    with pytest.raises(UsageError, match=text):
+        store.pack(store.Archives(write_tar(tmp_path / "a.tar", members)), tmp_path / "pack")
+
+
+def test_a_key_with_two_classes_is_refused(tmp_path):
+    members = [*group("1", b"7", jpg=b""), ("1.x.cls", b"8")]
+    with pytest.raises(UsageError, match=r"'1\.x\.cls' names a second class.*'7'"):
+        store.pack(store.Archives(write_tar(tmp_path / "a.tar", members)), tmp_path / "pack")
+
+
+def test_one_name_in_two_archives_is_refused_with_both(tmp_path):
+    for members in ([("0.jpg", b"")], group("0", b"1", jpg=b"")):
+        one, two = (write_tar(tmp_path / f"{k}.tar", members) for k in "ab")
+        text = r"one name \('0\.jpg', in .*a\.tar and .*b\.tar\)"
+        with pytest.raises(UsageError, match=text):
+            store.pack(store.Archives([one, two]), tmp_path / "pack")
+        with pytest.raises(UsageError, match=text):
+            open_pack(tmp_path / "?.tar")
+
+
+def test_appended_numbers_keep_their_labels_or_are_refused(tmp_path):
+    first = write_tar(tmp_path / "a.tar", group("1", b"3", jpg=b""))
+    store.pack(store.Archives(first), tmp_path / "pack")
+    more = write_tar(tmp_path / "b.tar", group("2", b"10", jpg=b"") + group("3", b"1", jpg=b""))
+    store.append(store.Archives(more), tmp_path / "pack")
+    with open_pack(tmp_path / "pack") as pack:
+        assert labels_of(pack) == {"1.jpg": 3, "2.jpg": 10, "3.jpg": 1}
+    words = write_tar(tmp_path / "c.tar", group("4", b"dog", jpg=b""))
+    store.pack(store.Archives(words), tmp_path / "words")
+    with pytest.raises(UsageError, match="say 0, and label 0 of the pack is 'dog'"):
+        store.append(store.Archives(more), tmp_path / "words")
 
 
 def test_classes_that_are_words_are_sorted(tmp_path):
@@ -301,24 +378,22 @@ def test_classes_that_are_words_are_sorted(tmp_path):
         assert pack.labels.tolist() == [2, 0, 1]
 
 
-def test_numbered_members_do_not_gather_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(archives, "_MAX_GROUP_BYTES", 4000)
-    frames = [(f"shot/frame.{k:03d}.png", b"x" * 900) for k in range(12)]
-    path = write_tar(tmp_path / "a.tar", [*frames, *group("shot/key", b"7", jpg=b"j")])
-    held = []
-    take = archives.OpenArchives._take_group
-    monkeypatch.setattr(
-        archives.OpenArchives, "_take_group", lambda *a: (held.append(len(a[1])), take(*a))[1]
-    )
+def test_keys_do_not_gather_in_memory(tmp_path, monkeypatch):
+    """A class that comes after its members were forgotten is refused, not missed."""
+    monkeypatch.setattr(member_classes, "_MAX_KEYS", 4)
+    monkeypatch.setattr(member_classes, "_MAX_OPEN_SLOTS", 6)
+    frames = [(f"shot{k}.png", b"x") for k in range(12)]
+    path = write_tar(tmp_path / "a.tar", [*group("key", b"7", jpg=b"j"), *frames])
     store.pack(store.Archives(path), tmp_path / "pack")
-    assert max(held) < 4
     with open_pack(tmp_path / "pack") as pack:
-        assert pack.class_names == ("7",)
-        labels = dict(zip(pack.names, pack.labels.tolist(), strict=True))
-    assert labels == {**{name: -1 for name, _ in frames}, "shot/key.jpg": 0}
-    late = write_tar(tmp_path / "b.tar", [*frames, ("shot/frame.cls", b"7")])
-    with pytest.raises(UsageError, match=r"frame\.cls.* too large a group"):
-        store.pack(store.Archives(late), tmp_path / "other")
+        assert labels_of(pack) == {**{name: -1 for name, _ in frames}, "key.jpg": 7}
+    for members in (
+        [*frames, ("shot0.cls", b"7")],  # no slot any more
+        [*group("key", b"7", jpg=b"j"), *frames, ("shot0.cls", b"7")],  # its key is forgotten
+    ):
+        late = write_tar(tmp_path / "b.tar", members)
+        with pytest.raises(UsageError, match=r"'shot0\.cls' stands too far from the members"):
+            store.pack(store.Archives(late), tmp_path / "other")
 
 
 @pytest.mark.parametrize("label", [b"", b"x" * 300, b"a\0b"])

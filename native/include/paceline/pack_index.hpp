@@ -93,7 +93,7 @@ static_assert(sizeof(SectionEntry) == 32);
 constexpr std::uint32_t section_required = 1;
 
 // Of an index of data in place: its shards are the user's own files, without headers and alignment.
-enum class SourceKind : std::uint32_t { files = 1, tar = 2, lmdb = 3, tfrecord = 4 };
+enum class SourceKind : std::uint32_t { files = 1, lmdb = 3, tfrecord = 4, tar = 5 };
 
 struct SourcesHeader {
   SourceKind kind;

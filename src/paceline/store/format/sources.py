@@ -33,9 +33,9 @@ class SourceKind(IntEnum):
     """What data in place is."""
 
     FILES = 1
-    TAR = 2
     LMDB = 3
     TFRECORD = 4
+    TAR = 5  # 2 had other labels for numbered classes
 
 
 class KeyNames(IntEnum):

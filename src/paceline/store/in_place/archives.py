@@ -16,7 +16,7 @@ from paceline.core.errors import UsageError
 from paceline.store.format.sources import KeyNames, SourceKind
 from paceline.store.in_place.data import BLOCK_SAMPLES, extent_columns, sources_of
 from paceline.store.write.columns import SampleColumns
-from paceline.store.write.sources.archives import ArchiveMember, OpenArchives
+from paceline.store.write.sources.archives import OpenArchives
 from paceline.store.write.sources.tar import is_compressed
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from paceline.store.format.sources import Sources
     from paceline.store.in_place.data import Block
+    from paceline.store.write.sources.member_classes import ArchiveMember
     from paceline.store.write.sources.source import SourceClasses
 
 
@@ -81,6 +82,10 @@ class ArchivesData:
     def classes(self) -> SourceClasses:
         """Return the classes that ``.cls`` members name, or else the top-level folders."""
         return self._archives.classes()
+
+    def holders(self, name: bytes) -> list[str]:
+        """Return the first two archives that have a sample of a name."""
+        return self._archives.holders(name)
 
 
 def _block(members: list[ArchiveMember], labels: list[int]) -> Block:

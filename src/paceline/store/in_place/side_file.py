@@ -40,6 +40,7 @@ from paceline.core.errors import (
 from paceline.core.files import sync_folder
 from paceline.store.format.layout import INDEX_NAME, PARTIAL_SUFFIX
 from paceline.store.format.sources import SETTLING_NS
+from paceline.store.in_place.archives import ArchivesData
 from paceline.store.in_place.indexing_lock import IndexingLock
 from paceline.store.read.pack import Pack
 from paceline.store.write.files import PackFile, PackFolder
@@ -163,6 +164,7 @@ def make_side_file(data: DataInPlace, lock: IndexingLock) -> None:
             shard_digests=[],
             sources=replace(before, key_names=data.key_names()),
             has_checksums=data.has_checksums,
+            holders=data.holders if isinstance(data, ArchivesData) else None,
         )
         folder.put(sorted_runs, metadata, durable=False)
 

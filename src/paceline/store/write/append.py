@@ -21,7 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from paceline.core.clock import Clock, SystemClock
-from paceline.core.errors import CorruptPack, PacelineError, StorageError, os_errors_as, reason
+from paceline.core.errors import (
+    CorruptPack,
+    PacelineError,
+    StorageError,
+    UsageError,
+    os_errors_as,
+    reason,
+)
 from paceline.core.files import sync_folder
 from paceline.store.format.index import IndexFile
 from paceline.store.format.layout import (
@@ -47,6 +54,7 @@ from paceline.store.write.options import (
 )
 from paceline.store.write.parity import groups, write_parity
 from paceline.store.write.pipeline import PackedSamples, pack_after_existing
+from paceline.store.write.sources.archives import OpenArchives
 from paceline.store.write.sources.source import SourceClasses, label_map
 from paceline.store.write.space import require_pack_space
 
@@ -142,7 +150,7 @@ def _append(
         first_shard=len(before.index.shard_lengths),
         on_progress=on_progress,
     )
-    classes = _all_classes(before.index.class_names, source.classes())
+    classes = _all_classes(before.index.class_names, source.classes(), source.where)
     metadata = _metadata(folder, packed, source, classes, encoder.dictionary)
     sorted_runs = [
         before.sorted_run,
@@ -191,6 +199,7 @@ def _metadata(
         parity_lengths=[file.length for file in parity],
         parity_digests=[file.digest for file in parity],
         dictionary=dictionary,
+        holders=source.holders if isinstance(source, OpenArchives) else None,
     )
 
 
@@ -228,11 +237,27 @@ def _refuse_damage(folder: _GrowingPack) -> None:
             )
 
 
-def _all_classes(before: Sequence[bytes], new: SourceClasses) -> SourceClasses:
-    """Return all classes, the old ones first, and the labels to write for new samples."""
-    names = [*before, *sorted(set(new.names) - set(before))]
-    moved = label_map(new.names, names)
-    return SourceClasses(names, moved if new.label_map is None else moved[new.label_map])
+def _all_classes(before: Sequence[bytes], new: SourceClasses, where: str) -> SourceClasses:
+    """Return all classes, the old ones first, and the labels to write for new samples.
+
+    Raises:
+        UsageError: the classes are numbers, and the pack has another label for one of them.
+    """
+    known = set(before)
+    names = [*before, *(name for name in new.names if name not in known)]
+    if new.are_numbers and new.names != names[: len(new.names)]:
+        moved = next(k for k, name in enumerate(new.names) if names[k] != name)
+        raise UsageError(
+            "the pack has other labels for the classes of these samples",
+            where=where,
+            why=f"their .cls members say {moved}, and label {moved} of the pack is "
+            f"{os.fsdecode(names[moved])!r}",
+            fix="Pack these samples into a pack of their own, or all of them anew",
+        )
+    moved_labels = label_map(new.names, names)
+    return SourceClasses(
+        names, moved_labels if new.label_map is None else moved_labels[new.label_map]
+    )
 
 
 def _append_parity(folder: _GrowingPack, first_shard: int, count: int) -> list[FileDigest]:

@@ -41,7 +41,7 @@ from paceline.store.write.partial import PartialPack, check_destination, unwrita
 from paceline.store.write.pipeline import PackedSamples, pack_resumable
 from paceline.store.write.placement import ShardPlacement
 from paceline.store.write.sources.archive_paths import find_archives
-from paceline.store.write.sources.archives import Archives
+from paceline.store.write.sources.archives import Archives, OpenArchives
 from paceline.store.write.sources.folder import Folder
 from paceline.store.write.space import require_pack_space
 
@@ -264,6 +264,7 @@ def _metadata(
         parity_lengths=[file.length for file in parity],
         parity_digests=[file.digest for file in parity],
         dictionary=dictionary,
+        holders=source.holders if isinstance(source, OpenArchives) else None,
     )
 
 

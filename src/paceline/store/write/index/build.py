@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,7 @@ class IndexMetadata:
         dictionary: what samples of codec zstd-dict have in common; written if there are such.
         sources: the shards are these files of the user's own, which have no digests.
         has_checksums: whether the extents have; those of data in place may have none yet.
+        holders: tells the paths of the sources of two samples that have one name, for a message.
     """
 
     folders: Sequence[bytes]
@@ -71,6 +72,7 @@ class IndexMetadata:
     dictionary: bytes = b""
     sources: Sources | None = None
     has_checksums: bool = True
+    holders: Callable[[bytes], Sequence[str]] | None = None
 
 
 def planned_bytes(layout: IndexLayout, metadata: IndexMetadata) -> int:
@@ -195,7 +197,7 @@ def write_index(
     columns = _stored(layout, metadata)
     index = IndexWriter(file, _section_lengths(layout, metadata, columns), columns)
     table = NameTable(layout.sample_count, folder)
-    _put_columns(sorted_runs, layout, index, table)
+    _put_columns(sorted_runs, layout, index, table, metadata.holders)
     folders = sorted(metadata.folders, key=lambda folder: folder + b"/")
     folder_offsets, folder_names = joined(folders)
     class_offsets, class_names = joined(metadata.classes)
@@ -248,7 +250,11 @@ def folder_ends(folders: Sequence[bytes]) -> NDArray[np.uint64]:
 
 
 def _put_columns(
-    sorted_runs: Sequence[SortedRun], layout: IndexLayout, index: IndexWriter, table: NameTable
+    sorted_runs: Sequence[SortedRun],
+    layout: IndexLayout,
+    index: IndexWriter,
+    table: NameTable,
+    holders: Callable[[bytes], Sequence[str]] | None,
 ) -> None:
     merger = NameMerger(
         [(sorted_run.samples.name_offsets, sorted_run.samples.names) for sorted_run in sorted_runs]
@@ -263,7 +269,8 @@ def _put_columns(
         merged = merger.next(BLOCK_SAMPLES)
         sources, lengths, names = merged.lists, merged.lengths, merged.names
         if merged.ends_in_duplicate:
-            raise _duplicate(names[len(names) - int(lengths[-1]) :])
+            name = names[len(names) - int(lengths[-1]) :]
+            raise _duplicate(name, holders)
         if not len(sources):
             return
         offsets = np.zeros(len(lengths) + 1, np.uint64)
@@ -396,10 +403,12 @@ def _folder_samples(
     return np.ascontiguousarray(both).reshape(-1)
 
 
-def _duplicate(name: bytes) -> UsageError:
+def _duplicate(name: bytes, holders: Callable[[bytes], Sequence[str]] | None) -> UsageError:
+    paths = dict.fromkeys(holders(name)) if holders else {}
+    within = f", in {' and '.join(paths)}" if paths else ""
     return UsageError(
         "two samples have one name",
-        where=repr(name)[1:],
+        where=repr(name)[1:] + within,
         why="a sample of a pack is found by its name",
         fix="Rename one of the two samples",
     )

@@ -1,8 +1,7 @@
 """Tar archives as a source, and WebDataset shards, which are tar archives too.
 
-Archives are read from front to back, once (`tar.py`). In a WebDataset shard the members of one
-sample follow each other and share their name up to the first dot of its last component; the member
-``.cls`` names the class of the others and is no sample itself.
+Archives are read from front to back, once (`tar.py`). In a WebDataset shard the member ``.cls`` of
+a sample names the class of its other members and is no sample itself (`member_classes.py`).
 
 Names are checked; a hard link stands for the bytes of the file that it leads to (`hard_links.py`);
 symbolic links, devices and sparse files are refused.
@@ -11,6 +10,7 @@ symbolic links, devices and sparse files are refused.
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 import os
 import tempfile
@@ -25,6 +25,11 @@ import numpy as np
 from paceline.core.errors import NotFound, StorageError, UsageError
 from paceline.store.write.sources.archive_paths import find_archives
 from paceline.store.write.sources.hard_links import FILES, HARD_LINK, HardLinks
+from paceline.store.write.sources.member_classes import (
+    MAX_CLASS_BYTES,
+    ArchiveMember,
+    MemberClasses,
+)
 from paceline.store.write.sources.source import (
     BATCH_BYTES,
     FolderTree,
@@ -33,7 +38,6 @@ from paceline.store.write.sources.source import (
     SourceClasses,
     SourceTotals,
     check_name,
-    label_map,
 )
 from paceline.store.write.sources.tar import (
     BLOCK_BYTES,
@@ -57,9 +61,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-_MAX_CLASS_BYTES = 255
-_MAX_GROUP_BYTES = 512 << 20  # of members that are held until their group has been read
-_MEMBER_BYTES = 512  # bytes that a member takes in addition to its body
 _LOCATING_BYTES = 16 << 10  # read at a header: a few more headers, where members are small
 _HELD_BYTES = 8 * BATCH_BYTES  # of a body that waits in memory; a larger one waits in a file
 _KINDS = {
@@ -69,30 +70,6 @@ _KINDS = {
     b"6": "a named pipe",
     b"S": "a sparse file",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class ArchiveMember:
-    """A file of an archive; `body` is a file when it is large.
-
-    Of a member that is only located, `body` is that of a class and otherwise empty, and `archive`
-    and `offset` say where its bytes lie.
-    """
-
-    name: bytes
-    body: bytes | IO[bytes]
-    length: int
-    mode: int
-    mtime_ns: int
-    archive: int = 0
-    offset: int = 0
-
-    @property
-    def held_bytes(self) -> int:
-        """How much memory the member takes."""
-        if isinstance(self.body, bytes):
-            return _MEMBER_BYTES + len(self.body)
-        return _MEMBER_BYTES + (self.length if self.length <= _HELD_BYTES else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +118,9 @@ class OpenArchives:
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = list(paths)
-        self._tree = FolderTree()
-        self._class_ids: dict[bytes, int] = {}
         self._has_groups = False
         self.where = self._paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+        self._begin()
         states = []
         self._is_compressed = False
         for path in self._paths:
@@ -171,20 +147,17 @@ class OpenArchives:
 
     def classes(self) -> SourceClasses:
         """Return the classes that ``.cls`` members name, or else the top-level folders."""
-        if not self._class_ids:
-            return self._tree.classes()
-        # Labels of these count down from -2: they are given before it is known which kind there is.
-        first_seen = list(self._class_ids)
-        numbers = all(name.isdigit() for name in first_seen)
-        ordered = sorted(first_seen, key=lambda name: (int(name), name) if numbers else (0, name))
-        of_class = label_map(first_seen, ordered)
-        none = np.full(self._tree.count() + 1, -1, np.int32)
-        return SourceClasses(ordered, np.concatenate([none[:-1], of_class[-2::-1], none[:1]]))
+        return self._classes.classes()
+
+    def holders(self, name: bytes) -> list[str]:
+        """Return the archives of the first two samples of a name; reads them once more."""
+        members = self._members() if self._is_compressed else self._located_members()
+        found = (self._paths[member.archive] for member in members if member.name == name)
+        return list(itertools.islice(found, 2))
 
     def batches(self, large_bytes: int) -> Iterator[SourceBatch]:
         """Yield all samples; one larger than `large_bytes` is a batch of its own."""
-        self._tree = FolderTree()
-        self._class_ids = {}
+        self._begin()
         collector = SampleCollector()
         for member, label in self._labelled(self._members()):
             if isinstance(member.body, bytes):
@@ -207,84 +180,49 @@ class OpenArchives:
 
     def located(self) -> Iterator[tuple[ArchiveMember, int]]:
         """Yield all samples of archives that are not compressed, each with its label."""
-        self._tree = FolderTree()
-        self._class_ids = {}
+        self._begin()
         return self._labelled(self._located_members())
 
+    def _begin(self) -> None:
+        self._tree = FolderTree()
+        self._classes = MemberClasses(self.where, self._tree)
+
     def _labelled(self, members: Iterator[ArchiveMember]) -> Iterator[tuple[ArchiveMember, int]]:
-        group: list[ArchiveMember] = []
-        key, held_bytes = b"", 0
+        """Yield the members that are samples, each with its label."""
+        archive, before = 0, b""
         for member in members:
-            own_key = _group_key(member.name)
-            if own_key != key or not own_key:
-                yield from self._take_group(group)
-                group, key, held_bytes = [], own_key, 0
-            group.append(member)
-            held_bytes += member.held_bytes
-            if held_bytes > _MAX_GROUP_BYTES:  # numbered frames, for example, not one sample
-                self._refuse_class(group)
-                for earlier in group:
-                    yield earlier, self._tree.label(earlier.name)
-                group = []
-        yield from self._take_group(group)
+            if member.archive != archive:
+                yield from self._end_archive(archive)
+                archive, before = member.archive, b""
+            key = _group_key(member.name)
+            if key and member.name.endswith(b".cls"):
+                self._classes.name(key, member)
+                continue
+            self._say_that_groups_are_split(before, member.name, key)
+            before = member.name
+            yield member, self._classes.label(key, member.name)
+        yield from self._end_archive(archive)
 
-    def _refuse_class(self, group: list[ArchiveMember]) -> None:
-        """Refuse a class of a group that is too large to be held until all of it has been read.
+    def _end_archive(self, archive: int) -> Iterator[tuple[ArchiveMember, int]]:
+        for member in self._classes.end(self._paths[archive]):
+            yield member, self._tree.label(member.name)
 
-        So the class is refused wherever it stands: members before it would have been passed on
-        without a class, and members after it would not get one.
-        """
-        for member in group:
-            if member.name.endswith(b".cls"):
-                raise UsageError(
-                    f"{os.fsdecode(member.name)!a} names the class of too large a group",
-                    where=self.where,
-                    why="a class applies to all members that share its name up to the first dot; "
-                    f"they are held in memory, at most {_MAX_GROUP_BYTES >> 20} MiB of them, and "
-                    "these are larger",
-                    fix="Split the group: give fewer members the same name up to the first dot, "
-                    "each group with its own .cls member",
-                )
-
-    def _take_group(self, group: list[ArchiveMember]) -> Iterator[tuple[ArchiveMember, int]]:
-        """Yield the members of a group with their labels."""
-        self._say_that_groups_are_split(group)
-        named = [member for member in group if member.name.endswith(b".cls")]
-        if len(group) == 1:
-            named = []
-        if not named:
-            for member in group:
-                yield member, self._tree.label(member.name)
-            return
-        body = named[0].body
-        name = body.strip() if isinstance(body, bytes) else b""
-        if len(named) > 1 or not 0 < len(name) <= _MAX_CLASS_BYTES or b"\0" in name:
-            raise UsageError(
-                f"{os.fsdecode(named[0].name)!a} names no class",
-                where=self.where,
-                why=f"a .cls member holds one class in at most {_MAX_CLASS_BYTES} bytes",
-                fix="Correct the archive",
-            )
-        number = self._class_ids.setdefault(name, len(self._class_ids))
-        for member in group:
-            if member is not named[0]:
-                self._tree.label(member.name)
-                yield member, -2 - number
-
-    def _say_that_groups_are_split(self, group: list[ArchiveMember]) -> None:
+    def _say_that_groups_are_split(self, before: bytes, name: bytes, key: bytes) -> None:
         """Say once that members of one key, as WebDataset has them, become several samples."""
-        endings = {member.name.rpartition(b".")[2] for member in group} - {b"cls"}
-        if self._has_groups or len(endings) < 2:
+        if self._has_groups or not key or _group_key(before) != key:
             return
+        if before.rpartition(b".")[2] == name.rpartition(b".")[2]:
+            return  # numbered frames, for example
         self._has_groups = True
         _LOG.warning(
-            "%s looks like a WebDataset: each member becomes a sample of its own (%s)",
+            "%s looks like a WebDataset: each member becomes a sample of its own (%s, %s)",
             self.where,
-            ", ".join(os.fsdecode(member.name) for member in group[:4]),
+            os.fsdecode(before),
+            os.fsdecode(name),
         )
 
     def _members(self) -> Iterator[ArchiveMember]:
-        for path in self._paths:
+        for archive, path in enumerate(self._paths):
             with (
                 archive_errors(path),
                 open_archive(path) as file,
@@ -300,9 +238,9 @@ class OpenArchives:
                         source, size = links.open(name)
                     else:
                         source, size = file, header.length
-                    yield ArchiveMember(
-                        name, _body(source, size, path), size, _mode(header), header.mtime_ns
-                    )
+                    body = _body(source, size, path)
+                    mode, mtime_ns = _mode(header), header.mtime_ns
+                    yield ArchiveMember(name, body, size, mode, mtime_ns, archive)
                     if header.kind != HARD_LINK:
                         skip(file, -header.length % BLOCK_BYTES)
                 while file.read(READ_BYTES):
@@ -322,7 +260,7 @@ class OpenArchives:
                         offset, size = links.locate(name)
                     if name is not None and name.endswith(b".cls"):
                         file.seek(offset)
-                        body = file.read(min(size, _MAX_CLASS_BYTES + 1))
+                        body = file.read(min(size, MAX_CLASS_BYTES + 1))
                     file.seek(begin + header.length + -header.length % BLOCK_BYTES)
                     if name is not None:
                         mode, mtime_ns = _mode(header), header.mtime_ns

@@ -89,10 +89,12 @@ class SourceClasses(NamedTuple):
         names: names of the classes.
         label_map: array indexed by a label of the batches (negative labels index from its end, as
             in NumPy); the value is the label to write. None: labels are written unchanged.
+        are_numbers: whether the names are the labels, in decimal.
     """
 
     names: list[bytes]
     label_map: NDArray[np.int32] | None
+    are_numbers: bool = False
 
 
 class OpenSource(Protocol):
