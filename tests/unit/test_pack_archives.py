@@ -1,11 +1,15 @@
 """Packing tar archives and WebDataset shards: what is taken, and what is refused."""
 
+import bz2
+import gzip
 import io
+import lzma
 import tarfile
 import tempfile
 from pathlib import Path
 
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -127,7 +131,7 @@ def test_a_hard_link_has_the_bytes_of_the_file_that_it_leads_to(tmp_path, monkey
 )
 def test_a_hard_link_that_leads_to_no_file_is_refused(tmp_path, members, text):
     path = write_tar(tmp_path / "a.tar", members)
-    with pytest.raises(UsageError, match=rf"hard link leads to no file.*a\.tar.*odd.*{text}"):
+    with pytest.raises(UsageError, match=rf"link leads to no file.*a\.tar.*odd.*{text}"):
         store.pack(store.Archives(path), tmp_path / "pack")
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.tar"]
 
@@ -209,8 +213,7 @@ def test_damage_is_named(tmp_path):
 
 
 def test_compressed_archives_are_checked_to_their_end(tmp_path, monkeypatch):
-    for module in (archives, tar):
-        monkeypatch.setattr(module, "READ_BYTES", 512)  # the end mark is not the stream's
+    monkeypatch.setattr(tar, "READ_BYTES", 512)  # the end mark is not the stream's
     path = tmp_path / "a.tar.gz"
     with tarfile.open(path, "w:gz", compresslevel=0) as archive:
         entry = tarfile.TarInfo("x")
@@ -268,6 +271,78 @@ def test_pax_times_are_exact_to_the_nanosecond(tmp_path, text, expected_ns):
     store.pack(store.Archives(path), tmp_path / "pack")
     with open_pack(tmp_path / "pack") as pack:
         assert pack.mtimes_ns.tolist() == [expected_ns]
+
+
+@pytest.mark.parametrize("ending", ["", "gz", "bz2", "xz", "zst"])
+def test_archives_that_were_joined_are_read_to_the_last_member(tmp_path, ending):
+    """The first of them was all that there was, in silence."""
+    parts = [write_tar(tmp_path / f"{k}", [(f"{k}.bin", k.encode() * 900)]) for k in "abc"]
+    joined = b"".join(part.read_bytes() for part in parts)
+    compress = {"": bytes, "gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+    compress["zst"] = lambda data: b"".join(map(zstandard.compress, (data[:5000], data[5000:])))
+    path = tmp_path / f"all.tar{'.' * bool(ending)}{ending}"
+    path.write_bytes(compress[ending](joined))
+    store.pack(store.find_source(path), tmp_path / "pack")
+    for opened in (tmp_path / "pack", *([] if ending else [path])):
+        with open_pack(opened) as pack:
+            assert {name: pack.read(k) for k, name in enumerate(pack.names)} == {
+                f"{k}.bin": k.encode() * 900 for k in "abc"
+            }
+    if ending:
+        return
+    path.write_bytes(joined + b"no archive" * 60)
+    with pytest.raises(StorageError, match=r"all\.tar.*no archive follows its end mark"):
+        store.pack(store.find_source(path), tmp_path / "other")
+    path.write_bytes(joined[:-5120] + parts[0].read_bytes()[:700])
+    with pytest.raises(StorageError, match=r"all\.tar.*truncated"):
+        store.pack(store.find_source(path), tmp_path / "other")
+
+
+def test_damaged_zstd_is_an_error_of_the_archive(tmp_path):
+    body = zstandard.compress(
+        write_tar(tmp_path / "a", [("a", bytes(range(256)) * 90)]).read_bytes()
+    )
+    path = tmp_path / "a.tar.zst"
+    path.write_bytes(body[:40] + bytes([body[40] ^ 255]) + body[41:])
+    with pytest.raises(StorageError, match=r"damaged .*a\.tar\.zst"):
+        store.pack(store.find_source(path), tmp_path / "pack")
+
+
+def link(name, target):
+    return entry_of(name, tarfile.SYMTYPE, linkname=target)
+
+
+def test_symbolic_links_are_refused_followed_or_left_out(tmp_path, caplog):
+    members = [
+        link("d/first", "sub/../b"),
+        ("d/b", b"body"),
+        link("d/sub/second", "../first"),
+        entry_of("d/pipe", tarfile.FIFOTYPE),
+        entry_of("label", b"V"),
+    ]
+    path = write_tar(tmp_path / "a.tar", members)
+    with pytest.raises(UsageError, match=r"d/first.*symbolic link.*--symlinks skip, or"):
+        store.pack(store.Archives(path), tmp_path / "pack")
+    options = PackOptions(symlinks="skip")
+    store.pack(store.Archives(path), tmp_path / "pack", options=options)
+    with open_pack(tmp_path / "pack") as pack:
+        assert list(pack.names) == ["d/b"]
+    text = "left out 3 symbolic link(s) and special file(s) ('d/first', 'd/sub/second', 'd/pipe')"
+    assert text in caplog.text
+    options = PackOptions(symlinks="follow")
+    with pytest.raises(UsageError, match=r"d/pipe.*named pipe.*--symlinks skip"):
+        store.pack(store.Archives(path), tmp_path / "other", options=options)
+    path = write_tar(tmp_path / "b.tar", [m for m in members if m is not members[3]])
+    store.pack(store.Archives(path), tmp_path / "followed", options=options)
+    for opened in (tmp_path / "followed", path):  # what is read in place is followed
+        with open_pack(opened) as pack:
+            assert {name: pack.read(k) for k, name in enumerate(pack.names)} == dict.fromkeys(
+                ("d/b", "d/first", "d/sub/second"), b"body"
+            )
+    for target in ("/d/b", "../../d/b", "nothing", "sub"):
+        path = write_tar(tmp_path / "c.tar", [("d/b", b""), link("d/x", target)])
+        with pytest.raises(UsageError, match=r"link leads to no file of the archive.*d/x"):
+            store.pack(store.Archives(path), tmp_path / "other", options=options)
 
 
 def group(key, label, **others):

@@ -199,17 +199,29 @@ def test_a_destination_inside_the_source_is_refused(source, tmp_path):
 def test_symbolic_links_are_refused_unless_asked_for(source, tmp_path):
     (source / "dog" / "link.txt").symlink_to(source / "cat" / "b.txt")
     (source / "dog" / "more").symlink_to(source / "cat" / "kitten")
-    with pytest.raises(UsageError, match=r"symbolic link.*follow-symlinks"):
+    with pytest.raises(UsageError, match=r"symbolic link.*--symlinks follow"):
         store.pack(store.Folder(source), tmp_path / "pack")
     assert left_behind(tmp_path) == []
-    store.pack(store.Folder(source), tmp_path / "pack", options=PackOptions(follow_symlinks=True))
+    store.pack(store.Folder(source), tmp_path / "pack", options=PackOptions(symlinks="follow"))
     with open_pack(tmp_path / "pack") as pack:
         assert pack.read(pack.find("dog/link.txt")) == b"meow"
         assert pack.read(pack.find("dog/more/a.txt")) == b"m" * 1000
 
 
+def test_links_and_special_files_can_be_left_out(source, tmp_path, caplog):
+    before = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
+    (source / "dog" / "link.txt").symlink_to(source / "cat" / "b.txt")
+    (source / "dog" / "more").symlink_to(source / "cat" / "kitten")
+    (source / "broken").symlink_to("nowhere")
+    os.mkfifo(source / "dog" / "pipe")
+    store.pack(store.Folder(source), tmp_path / "pack", options=PackOptions(symlinks="skip"))
+    with open_pack(tmp_path / "pack") as pack:
+        assert set(pack.names) == before
+    assert "left out 4 symbolic link(s) and special file(s) ('broken', 'dog/" in caplog.text
+
+
 def test_links_that_lead_nowhere_or_back_are_named(source, tmp_path):
-    options = PackOptions(follow_symlinks=True)
+    options = PackOptions(symlinks="follow")
     broken = source / "dog" / "broken"
     broken.symlink_to("nowhere")
     with pytest.raises(UsageError, match=r"leads nowhere.*broken"):

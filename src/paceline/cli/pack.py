@@ -93,10 +93,10 @@ def rate_bytes_per_s(text: str) -> int:
     help="Add a parity file for every K shards, to repair a lost or damaged shard.",
 )
 @click.option(
-    "--follow-symlinks",
-    is_flag=True,
-    default=None,
-    help="Pack the targets of symbolic links, instead of refusing links.",
+    "--symlinks",
+    type=click.Choice(["error", "follow", "skip"]),
+    help="Refuse symbolic links (the default), pack their targets, or leave them out, with all "
+    "that is neither a file nor a folder.",
 )
 @click.option("--append", is_flag=True, help="Add the samples to the existing pack DST.")
 @click.option(
@@ -124,7 +124,7 @@ def pack(
     feed_bytes_per_s: int | None,
     feed: str | None,
     parity: int | None,
-    follow_symlinks: bool | None,
+    symlinks: str | None,
     append: bool,
     restart: bool | None,
     check_space: bool | None,
@@ -150,7 +150,7 @@ def pack(
         "feed_bytes_per_s": feed_bytes_per_s,
         "feed": feed,
         "parity_group": parity,
-        "follow_symlinks": follow_symlinks,
+        "symlinks": symlinks,
         "restart": restart,
         "check_space": check_space,
     }

@@ -44,7 +44,7 @@ class ArchivesData:
         self.where = where
         self.side_file = side_file
         self._paths = list(paths)
-        self._archives = OpenArchives([os.fspath(path) for path in paths])
+        self._archives = OpenArchives([os.fspath(path) for path in paths], "follow")
         for path in self._paths:
             if is_compressed(os.fspath(path)):
                 raise UsageError(

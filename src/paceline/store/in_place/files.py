@@ -81,6 +81,6 @@ class FilesData:
         root = os.fsencode(self._path)
         descriptor = open_root(root)
         try:
-            yield FolderScan(root, descriptor, follow=True, skips_side_files=True)
+            yield FolderScan(root, descriptor, "follow", skips_side_files=True)
         finally:
             os.close(descriptor)

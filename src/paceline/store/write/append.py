@@ -103,7 +103,7 @@ def append(
     folder = _GrowingPack(Path(pack).absolute())
     with (
         os_errors_as(lambda problem: _failed(Path(pack).absolute(), problem, folder)),
-        source.open(follow_symlinks=options.follow_symlinks) as opened,
+        source.open(symlinks=options.symlinks) as opened,
         folder,
     ):
         summary = _append(opened, folder, options, on_progress)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, get_args
 
 from paceline.core.config import Configuration
 from paceline.core.errors import ConfigError
@@ -11,7 +11,7 @@ from paceline.core.record import Record
 from paceline.native import require_codec
 from paceline.store.format.layout import ALIGNMENT, HEADER_BYTES
 from paceline.store.write.codec_choice import CANDIDATES, CodecChoice, capacity_factor
-from paceline.store.write.sources.source import BATCH_BYTES
+from paceline.store.write.sources.source import BATCH_BYTES, Symlinks
 
 if TYPE_CHECKING:
     from paceline.store.write.sources.source import SourceTotals
@@ -49,7 +49,8 @@ class PackOptions(Configuration):
         parity_group: shards that one parity file covers: one lost shard of a group can be rebuilt
             from the others. 0 = no parity.
     Changes which samples there are:
-        follow_symlinks: pack the targets of symbolic links, instead of refusing links.
+        symlinks: `error` = refuse symbolic links, and whatever is neither file nor folder;
+            `follow` = pack the targets of links; `skip` = leave both out, and say how many.
     Changes what is refused:
         check_space: refuse to begin where the samples cannot fit. On a file system that compresses
             they may fit even so: then False.
@@ -65,7 +66,7 @@ class PackOptions(Configuration):
     feed_bytes_per_s: int = 0
     feed: str = "async"
     parity_group: int = 0
-    follow_symlinks: bool = False
+    symlinks: Symlinks = "error"
     check_space: bool = True
     restart: bool = False
 
@@ -78,6 +79,7 @@ class PackOptions(Configuration):
             )
         for value, known, name, where in (
             (self.codec, _CODECS, "codec", "codec (--codec)"),
+            (self.symlinks, get_args(Symlinks), "policy", "symlinks (--symlinks)"),
             (self.shuffle, _SHUFFLES, "size of elements", "shuffle (--shuffle)"),
             (self.feed, _FEEDS, "way to feed a loop", "feed (--feed)"),
         ):

@@ -83,7 +83,7 @@ def pack(
     target = Path(destination).absolute()
     check_destination(source.root, target)
     check_codec(options)
-    with source.open(follow_symlinks=options.follow_symlinks) as opened:
+    with source.open(symlinks=options.symlinks) as opened:
         return _pack(opened, destination, options, on_progress, clock or SystemClock())
 
 
@@ -100,7 +100,7 @@ def plan_pack(
     options = options or PackOptions()
     check_destination(source.root, Path(destination).absolute())
     check_codec(options)
-    with source.open(follow_symlinks=options.follow_symlinks) as opened:
+    with source.open(symlinks=options.symlinks) as opened:
         return _plan(opened, destination, options)
 
 
@@ -280,6 +280,6 @@ def _journal_header(
             "codec": options.codec,
             "codec_level": options.codec_level,
             "shuffle": options.shuffle,
-            "follow_symlinks": options.follow_symlinks,
+            "symlinks": options.symlinks,
         },
     }

@@ -15,7 +15,7 @@ from paceline.store.write.sources.folder_scan import unreadable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_SUFFIX = re.compile(r"\.(tar(\.(gz|bz2|xz))?|tgz)$", re.IGNORECASE)
+_SUFFIX = re.compile(r"\.(tar(\.(gz|bz2|xz|zst))?|tgz|tbz2?|txz|tzst)$", re.IGNORECASE)
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 

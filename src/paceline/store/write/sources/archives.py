@@ -3,8 +3,8 @@
 Archives are read from front to back, once (`tar.py`). In a WebDataset shard the member ``.cls`` of
 a sample names the class of its other members and is no sample itself (`member_classes.py`).
 
-Names are checked; a hard link stands for the bytes of the file that it leads to (`hard_links.py`);
-symbolic links, devices and sparse files are refused.
+Names are checked; a hard link, and a symbolic link that is followed, stands for the bytes of the
+file that it leads to (`links.py`); devices and sparse files are refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 
 from paceline.core.errors import NotFound, StorageError, UsageError
 from paceline.store.write.sources.archive_paths import find_archives
-from paceline.store.write.sources.hard_links import FILES, HARD_LINK, HardLinks
+from paceline.store.write.sources.links import FILES, HARD_LINK, LINKS, Links
 from paceline.store.write.sources.member_classes import (
     MAX_CLASS_BYTES,
     ArchiveMember,
@@ -34,6 +34,7 @@ from paceline.store.write.sources.source import (
     BATCH_BYTES,
     FolderTree,
     SampleCollector,
+    Skipped,
     SourceBatch,
     SourceClasses,
     SourceTotals,
@@ -41,7 +42,6 @@ from paceline.store.write.sources.source import (
 )
 from paceline.store.write.sources.tar import (
     BLOCK_BYTES,
-    READ_BYTES,
     TarHeader,
     archive_errors,
     is_compressed,
@@ -57,12 +57,15 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from paceline.store.write.sources.source import OpenSource
+    from paceline.store.write.sources.source import OpenSource, Symlinks
 
 _LOG = logging.getLogger(__name__)
 
 _LOCATING_BYTES = 16 << 10  # read at a header: a few more headers, where members are small
 _HELD_BYTES = 8 * BATCH_BYTES  # of a body that waits in memory; a larger one waits in a file
+FOLDERS = b"5D"  # D: with a list of its files, in incremental archives
+VOLUME_LABEL = b"V"
+_SKIPPED = b"2346"
 _KINDS = {
     b"2": "a symbolic link",
     b"3": "a device",
@@ -77,8 +80,8 @@ class Archives:
     """The files in tar archives, or in WebDataset shards, in the order of the archives.
 
     Attributes:
-        paths: archives (.tar, .tar.gz, .tgz, .tar.bz2, .tar.xz), patterns of them with braces, or a
-            folder with archives only; a list of one or more of these.
+        paths: archives (.tar, .tar.gz, .tgz, .tar.bz2, .tar.xz, .tar.zst), patterns of them with
+            braces, or a folder with archives only; a list of one or more of these.
     """
 
     paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
@@ -88,14 +91,13 @@ class Archives:
         """Return nothing: archives do not grow while they are packed."""
         return None
 
-    def open(self, *, follow_symlinks: bool) -> AbstractContextManager[OpenSource]:
+    def open(self, *, symlinks: Symlinks) -> AbstractContextManager[OpenSource]:
         """Find the archives.
 
         Raises:
             NotFound: there is no such archive.
             UsageError: a path names something else.
         """
-        del follow_symlinks  # symbolic links in archives are refused
         named = [self.paths] if isinstance(self.paths, str | os.PathLike) else list(self.paths)
         found = find_archives([os.fspath(path) for path in named])
         if not found:
@@ -104,11 +106,16 @@ class Archives:
                 where=", ".join(str(path) for path in named)[:500],
                 fix="Give .tar files, patterns of them, or a folder with only .tar files",
             )
-        return nullcontext(OpenArchives(found))
+        return nullcontext(OpenArchives(found, symlinks))
 
 
 class OpenArchives:
     """Reads the members of tar archives.
+
+    Args:
+        paths: of the archives.
+        symlinks: refuse symbolic links, follow them within the archive, or skip them with all that
+            is neither file nor folder.
 
     Raises:
         NotFound: there is no such archive.
@@ -116,10 +123,13 @@ class OpenArchives:
         StorageError: an archive cannot be read, or is damaged or truncated.
     """
 
-    def __init__(self, paths: Sequence[str]) -> None:
+    def __init__(self, paths: Sequence[str], symlinks: Symlinks) -> None:
         self._paths = list(paths)
+        self._symlinks = symlinks
+        self._link_kinds = LINKS if symlinks == "follow" else HARD_LINK
         self._has_groups = False
         self.where = self._paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+        self._skipped = Skipped(self.where)
         self._begin()
         states = []
         self._is_compressed = False
@@ -202,6 +212,7 @@ class OpenArchives:
             before = member.name
             yield member, self._classes.label(key, member.name)
         yield from self._end_archive(archive)
+        self._skipped.tell()
 
     def _end_archive(self, archive: int) -> Iterator[tuple[ArchiveMember, int]]:
         for member in self._classes.end(self._paths[archive]):
@@ -226,14 +237,14 @@ class OpenArchives:
             with (
                 archive_errors(path),
                 open_archive(path) as file,
-                HardLinks(path, _normalised) as links,
+                Links(path, _normalised, self._link_kinds) as links,
             ):
                 for header in read_headers(file, path):
                     name = self._file_name(header, path)
                     if name is None:
-                        skip(file, header.length)
+                        skip(file, header.length + -header.length % BLOCK_BYTES)
                         continue
-                    if header.kind == HARD_LINK:
+                    if header.kind in self._link_kinds:
                         skip(file, header.length + -header.length % BLOCK_BYTES)
                         source, size = links.open(name)
                     else:
@@ -241,22 +252,20 @@ class OpenArchives:
                     body = _body(source, size, path)
                     mode, mtime_ns = _mode(header), header.mtime_ns
                     yield ArchiveMember(name, body, size, mode, mtime_ns, archive)
-                    if header.kind != HARD_LINK:
+                    if header.kind not in self._link_kinds:
                         skip(file, -header.length % BLOCK_BYTES)
-                while file.read(READ_BYTES):
-                    pass  # a compressed stream compares its checksum only at its end
 
     def _located_members(self) -> Iterator[ArchiveMember]:
         for archive, path in enumerate(self._paths):
             with (
                 archive_errors(path),
                 io.BufferedReader(io.FileIO(path), _LOCATING_BYTES) as file,
-                HardLinks(path, _normalised) as links,
+                Links(path, _normalised, self._link_kinds) as links,
             ):
                 for header in read_headers(file, path):
                     name, offset, size = self._file_name(header, path), file.tell(), header.length
                     begin, body = offset, b""
-                    if header.kind == HARD_LINK and name is not None:
+                    if header.kind in self._link_kinds and name is not None:
                         offset, size = links.locate(name)
                     if name is not None and name.endswith(b".cls"):
                         file.seek(offset)
@@ -267,18 +276,23 @@ class OpenArchives:
                         yield ArchiveMember(name, body, size, mode, mtime_ns, archive, offset)
 
     def _file_name(self, header: TarHeader, path: str) -> bytes | None:
-        """Return the name of a file or hard link; None for a folder, which is noted.
+        """Return the name of a file or link; None for a folder, and for what is left out.
 
         Raises:
             UsageError: it is something else, or has a name that leads out of a folder.
         """
         name = _normalised(header.name)
-        if header.kind == b"5":
+        if header.kind == VOLUME_LABEL:
+            return None
+        if header.kind in FOLDERS:
             if name:
                 check_name(name, path)
                 self._tree.add(name)
             return None
-        if header.kind not in FILES and header.kind != HARD_LINK:
+        if header.kind not in FILES and header.kind not in self._link_kinds:
+            if self._symlinks == "skip" and header.kind in _SKIPPED:
+                self._skipped.add(header.name)
+                return None
             raise _refused(header.name, header.kind, path)
         check_name(name, path)
         return name
@@ -341,9 +355,14 @@ def _mode(header: TarHeader) -> int:
 
 
 def _refused(name: bytes, kind: bytes, path: str) -> UsageError:
+    fix = "Make the archive without it"
+    if kind == b"S":
+        fix = "Make the archive without tar's --sparse (-S)"
+    elif kind in _SKIPPED:
+        fix = "Pack with --symlinks skip" + (", or --symlinks follow" if kind == b"2" else "")
     return UsageError(
         "the archive holds an entry of a kind that cannot be packed",
         where=f"{path}: {os.fsdecode(name)[:200]!a}",
         why=f"it is {_KINDS.get(kind, f'of the unknown kind {kind!r}')}",
-        fix="Make the archive without it (tar --hard-dereference -h stores what links lead to)",
+        fix=fix,
     )

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-    from paceline.store.write.sources.source import OpenSource
+    from paceline.store.write.sources.source import OpenSource, Symlinks
 
 _MEMORY_BYTES = 64 << 20  # of a listing; a longer one waits in a file
 _BLOCK_SAMPLES = 1 << 16  # of a listing, that are in memory at a time
@@ -48,8 +48,7 @@ class Folder:
     Its top-level folders are the classes, and a file at the root has label -1.
 
     Attributes:
-        path: only files and folders may lie in it, or what symbolic links lead to if
-            `PackOptions.follow_symlinks` asks for that.
+        path: only files and folders may lie in it, or what `PackOptions.symlinks` allows.
     """
 
     path: str | os.PathLike[str]
@@ -59,7 +58,7 @@ class Folder:
         """The folder in which the pack must not lie."""
         return Path(self.path)
 
-    def open(self, *, follow_symlinks: bool) -> AbstractContextManager[OpenSource]:
+    def open(self, *, symlinks: Symlinks) -> AbstractContextManager[OpenSource]:
         """List the folder.
 
         Raises:
@@ -67,7 +66,7 @@ class Folder:
             UsageError: it is no folder, or something below is neither file nor folder.
             StorageError: a folder cannot be read.
         """
-        return closing(OpenFolder(os.fsencode(self.path), follow=follow_symlinks))
+        return closing(OpenFolder(os.fsencode(self.path), symlinks))
 
 
 class OpenFolder:
@@ -75,14 +74,14 @@ class OpenFolder:
 
     resume_key = "folder"
 
-    def __init__(self, root: bytes, *, follow: bool) -> None:
+    def __init__(self, root: bytes, symlinks: Symlinks) -> None:
         self.where = os.fsdecode(root)
         self.root = root
-        self.follow = follow
+        self.follow = symlinks == "follow"
         self.descriptor = open_root(root)
         self._listing: IO[bytes] = tempfile.SpooledTemporaryFile(_MEMORY_BYTES)  # noqa: SIM115
         self._blocks: list[tuple[int, int]] = []  # samples and bytes of names of each block
-        self._scan = FolderScan(root, self.descriptor, follow=follow)
+        self._scan = FolderScan(root, self.descriptor, symlinks)
         try:
             self._totals = self._write_listing()
         except BaseException:

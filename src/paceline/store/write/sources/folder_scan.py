@@ -17,12 +17,14 @@ from paceline.core.errors import NotFound, StorageError, UsageError, os_errors_a
 from paceline.native import FolderListing, list_folder
 from paceline.store.format.layout import SIDE_SUFFIX, is_of_side_file, joined
 from paceline.store.write.columns import SampleColumns
-from paceline.store.write.sources.source import MAX_NAME_BYTES
+from paceline.store.write.sources.source import MAX_NAME_BYTES, Skipped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
+
+    from paceline.store.write.sources.source import Symlinks
 
 
 class FolderScan:
@@ -31,7 +33,7 @@ class FolderScan:
     Args:
         root: the folder, as the system spells it.
         descriptor: open descriptor of the folder.
-        follow: follow symbolic links instead of refusing them.
+        symlinks: refuse symbolic links, follow them, or skip them with all that is no file.
         skips_side_files: pass over the indexes of data in place.
 
     Attributes:
@@ -43,15 +45,17 @@ class FolderScan:
         self,
         root: bytes,
         descriptor: int,
+        symlinks: Symlinks,
         *,
-        follow: bool,
         skips_side_files: bool = False,
     ) -> None:
         self.folders: list[bytes] = []
         self.classes: list[bytes] = []
         self._root = root
         self._descriptor = descriptor
-        self._follow = follow
+        self._follow = symlinks == "follow"
+        self._skips = symlinks == "skip"
+        self._skipped = Skipped(os.fsdecode(root))
         self._skips_side_files = skips_side_files
 
     def files(self) -> Iterator[tuple[SampleColumns, NDArray[np.uint64]]]:
@@ -96,13 +100,23 @@ class FolderScan:
                 stack.append(self._list(descriptor, name))
             finally:
                 os.close(descriptor)
+        self._skipped.tell()
 
     def _list(self, descriptor: int, below: bytes) -> SortedListing:
         with os_errors_as(lambda problem: unreadable(self._root + b"/" + below, problem)):
             columns = list_folder(descriptor, below, follow=self._follow)
         if self._skips_side_files and SIDE_SUFFIX.encode() in columns.names:
             columns = _without_side_files(columns, len(below))
+        if self._skips:
+            columns = self._without_others(columns)
         return SortedListing(self._root, columns, follow=self._follow)
+
+    def _without_others(self, columns: FolderListing) -> FolderListing:
+        kinds = columns.modes & 0o170000
+        is_other = (kinds != stat.S_IFREG) & (kinds != stat.S_IFDIR) & (columns.errors == 0)
+        for entry in np.flatnonzero(is_other).tolist():
+            self._skipped.add(columns.names[slice(*columns.offsets[entry : entry + 2].tolist())])
+        return _kept(columns, np.flatnonzero(~is_other).tolist()) if is_other.any() else columns
 
     def _open(self, name: bytes) -> int:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -181,7 +195,7 @@ class SortedListing:
                 "the source holds something that is neither a file nor a folder",
                 where=os.fsdecode(path),
                 why=f"it is a {_kind(int(self._columns.modes[entry]))}",
-                fix="Move it out of the folder",
+                fix="Move it out of the folder, or pack with --symlinks skip",
             )
         lengths = np.diff(self._columns.offsets)
         if len(lengths) and int(lengths.max()) > MAX_NAME_BYTES:
@@ -197,7 +211,12 @@ def _without_side_files(columns: FolderListing, prefix_bytes: int) -> FolderList
     """Return the other entries of a listing, in which each name follows a prefix."""
     names = [columns.names[begin:end] for begin, end in pairwise(columns.offsets.tolist())]
     own_names = [os.fsdecode(name[prefix_bytes:]) for name in names]
-    kept = [k for k, name in enumerate(own_names) if not is_of_side_file(name)]
+    return _kept(columns, [k for k, name in enumerate(own_names) if not is_of_side_file(name)])
+
+
+def _kept(columns: FolderListing, kept: list[int]) -> FolderListing:
+    """Return the entries with some numbers."""
+    names = [columns.names[begin:end] for begin, end in pairwise(columns.offsets.tolist())]
     offsets, blob = joined(names[k] for k in kept)
     return FolderListing(
         blob,
@@ -265,7 +284,7 @@ def _bad_entry(
         "the source holds a symbolic link",
         where=os.fsdecode(path),
         why="a pack stores contents, and a link may lead anywhere",
-        fix="Pack its target with --follow-symlinks, or remove the link",
+        fix="Pack with --symlinks follow, or --symlinks skip, or remove the link",
     )
 
 

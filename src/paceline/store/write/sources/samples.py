@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-    from paceline.store.write.sources.source import OpenSource
+    from paceline.store.write.sources.source import OpenSource, Symlinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class Samples:
         """Return nothing: it is no folder."""
         return None
 
-    def open(self, *, follow_symlinks: bool) -> AbstractContextManager[OpenSource]:
+    def open(self, *, symlinks: Symlinks) -> AbstractContextManager[OpenSource]:
         """Open it for one packing."""
-        del follow_symlinks  # there are none
+        del symlinks  # there are none
         return nullcontext(_OpenSamples(self))
 
 

@@ -8,9 +8,11 @@ and is read in chunks.
 
 from __future__ import annotations
 
+import logging
+import os
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
     from pathlib import Path
+
+Symlinks = Literal["error", "follow", "skip"]
+
+_LOG = logging.getLogger(__name__)
 
 BATCH_BYTES = 8 << 20
 BATCH_SAMPLES = 4096
@@ -134,7 +140,7 @@ class PackSource(Protocol):
         """The folder in which the pack must not lie, if the source is one."""
         ...
 
-    def open(self, *, follow_symlinks: bool) -> AbstractContextManager[OpenSource]:
+    def open(self, *, symlinks: Symlinks) -> AbstractContextManager[OpenSource]:
         """Open it for one packing."""
         ...
 
@@ -182,6 +188,32 @@ def label_map(first_seen: list[bytes], ordered: list[bytes]) -> NDArray[np.int32
     """Return the index in `ordered` of each name of `first_seen`; the label -1 stays -1."""
     place = {name: k for k, name in enumerate(ordered)}
     return np.array([*(place[name] for name in first_seen), -1], np.int32)
+
+
+@dataclass(slots=True)
+class Skipped:
+    """Counts what is left out of a source, to say so once."""
+
+    where: str
+    count: int = 0
+    names: list[str] = field(default_factory=list)
+
+    def add(self, name: bytes) -> None:
+        """Note an entry."""
+        self.count += 1
+        if len(self.names) < 3:
+            self.names.append(repr(os.fsdecode(name)[:200]))
+
+    def tell(self) -> None:
+        """Log what was noted, and begin anew."""
+        if self.count:
+            _LOG.warning(
+                "%s: left out %s symbolic link(s) and special file(s) (%s)",
+                self.where,
+                f"{self.count:,}",
+                ", ".join(self.names),
+            )
+        self.count, self.names = 0, []
 
 
 class SampleCollector:

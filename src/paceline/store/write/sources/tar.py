@@ -11,12 +11,13 @@ import gzip
 import io
 import lzma
 import re
+import sys
 import zlib
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from paceline.core.errors import PacelineError, StorageError, os_errors_as, reason
+from paceline.core.errors import Missing, PacelineError, StorageError, os_errors_as, reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,7 +30,9 @@ _COMPRESSED: dict[bytes, Callable[[IO[bytes]], Any]] = {
     b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file),
     b"BZh": bz2.BZ2File,
     b"\xfd7zXZ": lzma.LZMAFile,
+    b"\x28\xb5\x2f\xfd": lambda file: _open_zstd(file),
 }
+_CHECKSUM = re.compile(rb"[ \0]*[0-7]+[ \0]*")
 _TIME = re.compile(rb"(-?)(\d+)(?:\.(\d*))?")
 
 
@@ -52,19 +55,14 @@ def read_headers(  # noqa: C901  # one branch per kind of header
 ) -> Iterator[TarHeader]:
     """Yield the header of each member; the caller reads its body.
 
+    Archives that were joined by `cat` are read to the last member of the last.
+
     Raises:
-        StorageError: the archive is damaged or truncated.
+        StorageError: the archive is damaged or truncated, or goes on with something else.
     """
     long_name = long_target = b""
     extended: dict[bytes, bytes] = {}
-    while True:
-        block = file.read(BLOCK_BYTES)
-        if block == _END:
-            return
-        if len(block) < BLOCK_BYTES:
-            raise damaged_archive(path, "it is truncated: its end mark is missing")
-        if _number(block[148:156], path) != sum(block) - sum(block[148:156]) + 256:
-            raise damaged_archive(path, "a header does not match its checksum")
+    for block in _header_blocks(file, path):
         kind, length = block[156:157], _length(_number(block[124:136], path), path)
         if kind in b"LKxg":
             if length > _MAX_HEADER_BYTES:
@@ -98,6 +96,27 @@ def read_headers(  # noqa: C901  # one branch per kind of header
             kind = b"5"  # how the oldest archives mark folders
         yield TarHeader(name, kind, length, _number(block[100:108], path), mtime_ns, target)
         long_name, long_target, extended = b"", b"", {}
+
+
+def _header_blocks(file: IO[bytes], path: str) -> Iterator[bytes]:
+    """Yield the block at which `file` stands, until it has been read behind an end mark."""
+    has_ended = False
+    while True:
+        block = file.read(BLOCK_BYTES)
+        if block == _END or (has_ended and not block.strip(b"\0")):
+            if not block:
+                return
+            has_ended = True
+            continue
+        if has_ended:
+            if len(block) < BLOCK_BYTES or not _CHECKSUM.fullmatch(block[148:156]):
+                raise damaged_archive(path, "no archive follows its end mark")
+            has_ended = False
+        if len(block) < BLOCK_BYTES:
+            raise damaged_archive(path, "it is truncated: its end mark is missing")
+        if _number(block[148:156], path) != sum(block) - sum(block[148:156]) + 256:
+            raise damaged_archive(path, "a header does not match its checksum")
+        yield block
 
 
 def _records(content: bytes, path: str) -> dict[bytes, bytes]:
@@ -164,6 +183,17 @@ def skip(file: IO[bytes], length: int) -> None:
         length -= len(skipped)
 
 
+def _open_zstd(file: IO[bytes]) -> IO[bytes]:
+    try:
+        import zstandard
+    except ModuleNotFoundError:
+        raise Missing(
+            "zstandard is not installed, which reads .tar.zst",
+            fix="Install it: pip install 'paceline[zstd]'; or decompress the archive: unzstd",
+        ) from None
+    return zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+
+
 @contextmanager
 def open_archive(path: str) -> Iterator[IO[bytes]]:
     """Yield the archive, decompressed."""
@@ -203,8 +233,14 @@ def archive_errors(path: str) -> Iterator[None]:
             yield
     except PacelineError:
         raise
-    except (EOFError, ValueError, OverflowError, zlib.error, lzma.LZMAError) as problem:
+    except _errors_of_content() as problem:
         raise damaged_archive(path, str(problem)) from problem
+
+
+def _errors_of_content() -> tuple[type[Exception], ...]:
+    zstandard = sys.modules.get("zstandard")  # has been loaded if it raised
+    errors = (EOFError, ValueError, OverflowError, zlib.error, lzma.LZMAError)
+    return errors if zstandard is None else (*errors, zstandard.ZstdError)
 
 
 def damaged_archive(path: str, why: str) -> StorageError:

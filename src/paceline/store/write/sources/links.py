@@ -1,7 +1,8 @@
-"""The bytes that the hard links of a tar archive stand for.
+"""The bytes that the links of a tar archive stand for.
 
-A hard link is a second name of a file of the same archive and has no body. Its target may stand
-before or behind it, and may be a link itself. So on its first link an archive is read twice more,
+A hard link is a second name of a file of the same archive and has no body; a symbolic link has the
+path of a file, from its own folder. The target may stand before or behind the link, and may be a
+link itself. So on its first link an archive is read twice more,
 to its end: once for all links, and once for the bodies that they lead to. An archive without links
 costs nothing.
 """
@@ -9,6 +10,7 @@ costs nothing.
 from __future__ import annotations
 
 import os
+import posixpath
 import tempfile
 from typing import IO, TYPE_CHECKING, Self
 
@@ -29,18 +31,22 @@ if TYPE_CHECKING:
 
 FILES = b"0\0" + b"7"
 HARD_LINK = b"1"
+SYMBOLIC_LINK = b"2"
+LINKS = HARD_LINK + SYMBOLIC_LINK
 _HELD_BYTES = 8 * BATCH_BYTES  # of all bodies, in memory; more wait in a file
 
 
-class HardLinks:
-    """What the hard links of one archive lead to; a context, because it may hold a temporary file.
+class Links:
+    """What the links of one archive lead to; a context, because it may hold a temporary file.
 
     Args:
         path: of the archive.
         normalised: returns a member's name as the pack has it.
+        kinds: `HARD_LINK`, or `LINKS` to follow symbolic links, too.
     """
 
-    def __init__(self, path: str, normalised: Callable[[bytes], bytes]) -> None:
+    def __init__(self, path: str, normalised: Callable[[bytes], bytes], kinds: bytes) -> None:
+        self._kinds = kinds
         self._path = path
         self._normalised = normalised
         self._targets: dict[bytes, bytes] = {}  # of each link, by name
@@ -65,9 +71,9 @@ class HardLinks:
         if self._held is None:
             self._held = tempfile.SpooledTemporaryFile(_HELD_BYTES)  # noqa: SIM115  # `__exit__` closes it
             self._targets = {
-                self._normalised(header.name): self._normalised(header.target)
+                self._normalised(header.name): self._target(header)
                 for _, header in self._headers()
-                if header.kind == HARD_LINK
+                if header.kind in self._kinds
             }
             self._hold_bodies(self._held)
         target = self._file_of(name)
@@ -84,8 +90,8 @@ class HardLinks:
         """
         if not self._places:
             for file, header in self._headers():
-                if header.kind == HARD_LINK:
-                    self._targets[self._normalised(header.name)] = self._normalised(header.target)
+                if header.kind in self._kinds:
+                    self._targets[self._normalised(header.name)] = self._target(header)
                 elif header.kind in FILES:
                     place = (file.tell(), header.length)
                     self._places.setdefault(self._normalised(header.name), place)
@@ -93,6 +99,12 @@ class HardLinks:
         if target not in self._places:
             raise self._leads_to_no_file(name, target)
         return self._places[target]
+
+    def _target(self, header: TarHeader) -> bytes:
+        if header.kind == HARD_LINK:
+            return self._normalised(header.target)
+        folder = self._normalised(header.name).rpartition(b"/")[0]
+        return posixpath.normpath(posixpath.join(folder, header.target))
 
     def _file_of(self, name: bytes) -> bytes:
         """Return the first name on the way from a link that is not a link itself."""
@@ -133,8 +145,9 @@ class HardLinks:
 
     def _no_file(self, name: bytes, why: str) -> UsageError:
         return UsageError(
-            "a hard link leads to no file of the archive",
+            "a link leads to no file of the archive",
             where=f"{self._path}: {os.fsdecode(name)[:200]!a}",
             why=why,
-            fix="Make the archive again with that file in it (or with tar --hard-dereference)",
+            fix="Make the archive again with that file in it, or with what links lead to "
+            "(tar --hard-dereference -h)",
         )
