@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
@@ -151,16 +152,6 @@ def test_a_collate_of_ones_own_gets_the_list_of_samples(pack):
     )
     samples, _, numbers = next(iter(mixed))
     assert samples["size"].tolist() == pack.lengths[numbers.numpy()].tolist()
-
-
-def test_an_empty_pack_has_epochs_without_batches(tmp_path):
-    (tmp_path / "source").mkdir()
-    store.pack(store.Folder(tmp_path / "source"), tmp_path / "pack")
-    for kind in KINDS:
-        with Loader(tmp_path / "pack", 4, options=options(worker_kind=kind)) as loader:
-            assert len(loader) == 0
-            assert list(loader) == []
-            assert loader.epoch == 1
 
 
 def test_statistics_count_what_was_delivered(pack):
@@ -649,6 +640,55 @@ def test_a_program_that_stops_in_mid_epoch_ends_at_once(path, tmp_path, kind, ho
         (done.stdout, done.stderr) == ("done\n", "") if how == "end" else "KeyError" in done.stderr
     )
     assert "Fatal" not in done.stderr
+
+
+# --- draws of transforms -------------------------------------------------------------------------
+
+
+def drawn(_):
+    return float(np.random.rand()), random.random(), float(torch.rand(1))
+
+
+def draws_of(path, rank, kind):
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    chosen = options(seed=3, workers=2, worker_kind=kind, last="drop", numbers=False)
+    loader = Loader(
+        path, 20, transform=drawn, collate=list, rank=rank, world_size=2, options=chosen
+    )
+    return [set(column) for column in zip(*(v for batch, _ in loader for v in batch), strict=True)]
+
+
+def test_transforms_of_worker_processes_draw_other_numbers_on_each_rank(path, caplog):
+    for own, other in zip(*(draws_of(path, rank, "process") for rank in (0, 1)), strict=True):
+        assert len(own) == len(other) == 50
+        assert not own & other
+    assert "draws from" not in caplog.text
+
+
+def test_transforms_on_threads_that_may_draw_alike_are_named_once(path, caplog):
+    draws_of(path, 1, "thread")
+    text = "draws from the generator of numpy.random and of random and of torch"
+    assert caplog.text.count(text) == 1
+    caplog.clear()
+    list(Loader(path, 20, transform=drawn, collate=list, rank=0, world_size=1))
+    list(Loader(path, 20, transform=len, rank=0, world_size=2))
+    assert "draws from" not in caplog.text
+
+
+def test_an_epoch_without_a_batch_is_refused(path, tmp_path):
+    with pytest.raises(UsageError, match="an epoch of 100 samples has no batch"):
+        Loader(path, 200, options=options(last="drop"))
+    store.pack(store.Samples([]), tmp_path / "empty")
+    with pytest.raises(UsageError, match=r"an epoch of 0 samples has no batch.*Pack some"):
+        PackSampler(tmp_path / "empty", 4)
+
+
+def test_names_can_be_sliced(path):
+    names = open_pack(path).names
+    assert names[1:4] == [names[1], names[2], names[3]]
+    assert names[::-40] == list(names)[::-40]
 
 
 # --- torch's own DataLoader ----------------------------------------------------------------------

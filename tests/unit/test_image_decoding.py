@@ -11,6 +11,7 @@ import simplejpeg
 import torch
 from PIL import Image
 
+from paceline.core.errors import MemoryExceeded
 from paceline.native import decode_jpeg_part, jpeg_available
 from paceline.store.feed import images
 from paceline.store.feed.crops import CenterCrop, CropBox, RandomCrop, scale_denominator
@@ -326,3 +327,20 @@ def test_a_decoder_goes_to_another_process(decoder):
     body = encoded(photo(20, 30))
     again = pickle.loads(pickle.dumps(decoder))
     assert np.array_equal(again.decode(body), decoder.decode(body))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_an_image_of_more_pixels_than_are_allowed_is_refused(decoder, kind, monkeypatch):
+    body = encoded(photo(30, 40), kind)
+    small = ImageDecoder(1199)
+    out = np.empty((8, 8, 3), np.uint8)
+    for decode in (
+        lambda: small.decode(body),
+        lambda: small.decode_crop(body, CenterCrop(8), np.zeros(0), out),
+        lambda: pickle.loads(pickle.dumps(small)).decode(body),
+    ):
+        with pytest.raises(MemoryExceeded, match=r"40 x 30 pixels.*at most 1,199.*max_pixels"):
+            decode()
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # which refuses more than twice as many
+    assert ImageDecoder(1200).decode(body).shape == (30, 40, 3)
+    assert Image.MAX_IMAGE_PIXELS == 1200

@@ -26,6 +26,7 @@ from paceline.core.errors import (
     ScriptFailed,
 )
 from paceline.store.feed.crops import ImageCrop, output_size
+from paceline.store.feed.draws import saying_draws
 from paceline.store.feed.images import ImageDecoder, is_jpeg
 from paceline.store.feed.node.client import NodeSamples
 from paceline.store.feed.options import StageTimes
@@ -154,7 +155,7 @@ class _Making:
     numbers: NDArray[np.int64]
     draws: NDArray[np.float64] | None
     stages: StageTimes
-    failures: dict[int, CorruptData] = field(default_factory=dict)
+    failures: dict[int, CorruptData | MemoryExceeded] = field(default_factory=dict)
     worker: str = field(default_factory=lambda: threading.current_thread().name)
 
 
@@ -169,6 +170,7 @@ class BatchMaker:
         collate: Callable[[list[Any]], Any] | None,
         *,
         pin: bool,
+        ranks: int = 1,
     ) -> None:
         self.pack = pack
         self.options = options
@@ -178,9 +180,12 @@ class BatchMaker:
         self.raw = transform is None and options.decode is None and collate is None
         self.in_place = transform is None and collate is None  # decodes into the batch's memory
         self.pin = pin
+        # Whether to look at the first sample for draws that may be the same on all ranks: worker
+        # processes have seeds of their own.
+        self._looks_at_draws = ranks > 1 and options.worker_kind == "thread"
         self.at: dict[str, int] = {}  # the sample that each thread is working on
         self._reading = _ReadClock(pack)
-        self.decoder = None if options.decode is None else ImageDecoder()
+        self.decoder = None if options.decode is None else ImageDecoder(options.max_pixels)
         self.crop = options.decode if isinstance(options.decode, ImageCrop) else None
 
     def __getitem__(self, task: BatchTask) -> Batch | Exception:
@@ -339,6 +344,9 @@ class BatchMaker:
 
     def _transformed(self, transform: Callable[[Any], Any], item: Any, number: int) -> Any:
         try:
+            if self._looks_at_draws:
+                self._looks_at_draws = False
+                transform = saying_draws(transform)
             return transform(item)
         except PacelineError:
             raise
@@ -362,6 +370,15 @@ class BatchMaker:
             shown = np.empty((*output_size(self.crop.size), 3), np.uint8) if out is None else out
             self.decoder.decode_crop(body, self.crop, making.draws[index], shown)
             return shown
+        except MemoryExceeded as large:
+            failure: CorruptData | MemoryExceeded = MemoryExceeded(
+                f"{self._named(int(making.numbers[index]))} is {large.what}",
+                where=str(self.pack.path),
+                why=large.why,
+                fix=large.fix,
+            )
+            if self.options.on_corrupt == "raise":
+                raise failure from large
         except Exception as error:
             failure = CorruptData(
                 f"cannot decode {self._named(int(making.numbers[index]))}",
@@ -371,8 +388,8 @@ class BatchMaker:
             )
             if self.options.on_corrupt == "raise":
                 raise failure from error
-            making.failures[index] = failure
-            return None
+        making.failures[index] = failure
+        return None
 
     def _without_failures(self, making: _Making) -> list[int]:
         """Leave out the samples that could not be decoded; return the indices of the others."""

@@ -21,9 +21,10 @@ import numpy as np
 import torch
 import torch.nn.functional
 
-from paceline.core.errors import Missing
+from paceline.core.errors import MemoryExceeded, Missing
 from paceline.native import acquire_buffer, decode_jpeg_part
 from paceline.store.feed.crops import output_size, scale_denominator
+from paceline.store.feed.options import MAX_PIXELS
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -35,24 +36,27 @@ if TYPE_CHECKING:
     Body = bytes | memoryview
 
 _JPEG = b"\xff\xd8\xff"
-# Larger ones are Pillow's to refuse (its default limit): a header may claim any size.
-_MOST_PIXELS = 89_478_485
 
 
 class ImageDecoder:
     """Decodes images, on several threads at once; both libraries release the GIL while they decode.
 
+    Args:
+        max_pixels: larger images are refused by their header, which may claim any size. Above
+            Pillow's own limit, that is raised, too, in this process.
+
     Raises:
         Missing: Pillow is not installed.
     """
 
-    def __init__(self) -> None:
-        _require_pillow()
+    def __init__(self, max_pixels: int = MAX_PIXELS) -> None:
+        _require_pillow(max_pixels)
+        self.max_pixels = max_pixels
         self._simplejpeg = _find_simplejpeg()
         self._own = threading.local()
 
-    def __reduce__(self) -> tuple[type[ImageDecoder], tuple[()]]:
-        return (ImageDecoder, ())
+    def __reduce__(self) -> tuple[type[ImageDecoder], tuple[int]]:
+        return (ImageDecoder, (self.max_pixels,))
 
     @property
     def has_simplejpeg(self) -> bool:
@@ -68,7 +72,7 @@ class ImageDecoder:
         except ValueError:
             return None
         # Pillow alone knows whether the values of a CMYK image are inverted.
-        fits = space not in ("CMYK", "YCCK") and 0 < height * width <= _MOST_PIXELS
+        fits = space not in ("CMYK", "YCCK") and 0 < height * width <= self.max_pixels
         return (height, width) if fits else None
 
     def decode(self, body: Body, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
@@ -86,7 +90,7 @@ class ImageDecoder:
             target = _pixels(*size) if out is None else out
             if self._decode_jpeg(body, target, 1):
                 return target
-        pixels = _by_pillow(body, 1)
+        pixels = _by_pillow(body, 1, self.max_pixels)
         if out is None:
             return pixels
         out[...] = pixels
@@ -125,7 +129,7 @@ class ImageDecoder:
             pixels = self._scratch((*scaled_size, 3))
             if self._decode_jpeg(body, pixels, denominator):
                 return _show(scaled.part_of(pixels), scaled.flipped, out)
-        scaled, pixels = _crop_by_pillow(body, crop, draws)
+        scaled, pixels = _crop_by_pillow(body, crop, draws, self.max_pixels)
         return _show(scaled.part_of(pixels), scaled.flipped, out)
 
     def _decode_jpeg(self, body: Body, out: NDArray[np.uint8], denominator: int) -> bool:
@@ -174,7 +178,7 @@ def _show(part: NDArray[np.uint8], flipped: bool, out: NDArray[np.uint8]) -> Non
 
 
 def _crop_by_pillow(
-    body: Body, crop: ImageCrop, draws: NDArray[np.float64]
+    body: Body, crop: ImageCrop, draws: NDArray[np.float64], max_pixels: int
 ) -> tuple[CropBox, NDArray[np.uint8]]:
     """Return an image's pixels, perhaps at a smaller size, and the box to show of them."""
     from PIL import Image
@@ -184,14 +188,21 @@ def _crop_by_pillow(
         box = crop.box(height, width, draws)
         is_scalable = image.format in ("JPEG", "MPO")
     denominator = scale_denominator(box, *output_size(crop.size)) if is_scalable else 1
-    return box.scaled(denominator), _by_pillow(body, denominator)
+    return box.scaled(denominator), _by_pillow(body, denominator, max_pixels)
 
 
-def _by_pillow(body: Body, denominator: int) -> NDArray[np.uint8]:
+def _by_pillow(body: Body, denominator: int, max_pixels: int) -> NDArray[np.uint8]:
     """Return an image's pixels, at 1 / `denominator` of its size if it is a JPEG."""
     from PIL import Image
 
     with Image.open(io.BytesIO(body)) as image:
+        if image.width * image.height > max_pixels:
+            raise MemoryExceeded(
+                f"an image of {image.width:,} x {image.height:,} pixels",
+                why=f"at most {max_pixels:,} are decoded; each takes up to 9 bytes",
+                fix="Allow more with LoaderOptions(max_pixels=...), leave such images out with "
+                "on_corrupt='skip', or pack smaller ones",
+            )
         if denominator > 1:
             # Decodes at the smallest scale that is not below this size: exactly at the denominator.
             image.draft(None, (image.width // denominator, image.height // denominator))
@@ -210,12 +221,15 @@ def _find_simplejpeg() -> ModuleType | None:
     return module
 
 
-def _require_pillow() -> None:
+def _require_pillow(max_pixels: int) -> None:
     try:
-        import PIL.Image  # noqa: F401  # only whether it is there
+        import PIL.Image
     except ImportError as error:
         raise Missing(
             "images are decoded by Pillow, which is not installed",
             why=str(error),
             fix="pip install 'paceline[images]', or pip install Pillow",
         ) from error
+    allowed = PIL.Image.MAX_IMAGE_PIXELS  # None: the script wants no limit
+    if allowed is not None and allowed < max_pixels:
+        PIL.Image.MAX_IMAGE_PIXELS = max_pixels

@@ -31,6 +31,7 @@ from paceline.core.errors import (
 from paceline.store.feed.batches import Batch, BatchMaker, RawSamples
 from paceline.store.feed.capacity import check_shared_memory, pins_memory, worker_count
 from paceline.store.feed.dataset import PackDataset
+from paceline.store.feed.draws import seed_worker
 from paceline.store.feed.node.join import join
 from paceline.store.feed.options import NAMES_KEPT, LoaderOptions, LoaderStats, StageTimes
 from paceline.store.feed.order import SampleOrder
@@ -140,6 +141,7 @@ class Loader:
             collate,
             # A DataLoader pins what its processes send, by a thread of its own.
             pin=self.options.worker_kind == "thread" and pins_memory(self.options),
+            ranks=world_size,
         )
         self.part_of_batch: Callable[[], tuple[int, int] | None] | None = None
         self._node: NodeClient | None = None
@@ -287,6 +289,7 @@ class Loader:
                 num_workers=workers,
                 prefetch_factor=max(1, int(ahead / workers)),
                 timeout=options.timeout_s,
+                worker_init_fn=functools.partial(seed_worker, self.batches.rank),
                 multiprocessing_context=options.start_method,
                 persistent_workers=True,
                 pin_memory=pins_memory(options),

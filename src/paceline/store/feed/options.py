@@ -17,6 +17,8 @@ NAMES_KEPT = 1000  # of skipped samples
 NodeReader = Literal["auto", "on", "off"]
 Pace = Literal["auto", "on", "off"]
 
+MAX_PIXELS = 89_478_485  # Pillow's own limit, above which it warns
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderConfig(Configuration):
@@ -52,6 +54,8 @@ class LoaderOptions:
             `RandomCrop` or `CenterCrop` into a part of these pixels, resized to one size. None
             leaves the bytes. Without `transform` and `collate`, images of one size are decoded
             into the memory of the batch.
+        max_pixels: larger images are refused by their header, which may claim any size; each pixel
+            takes up to 9 bytes while it is decoded.
         on_corrupt: ``raise``, or ``skip``: leave damaged samples, and those that cannot be decoded,
             out of their batches and count them. The batch is then smaller, and everything else
             stays as it is: batch counts, positions and other ranks. A rank's share of a batch of
@@ -88,6 +92,7 @@ class LoaderOptions:
     window_blocks: int = 64
     last: LastBatch = "pad"
     decode: Literal["image"] | ImageCrop | None = None
+    max_pixels: int = MAX_PIXELS
     on_corrupt: Literal["raise", "skip"] = "raise"
     numbers: bool = False
     # changes speed
@@ -122,7 +127,7 @@ class LoaderOptions:
                 f"decode is {self.decode!r}",
                 fix="Choose from image, None, RandomCrop(size), CenterCrop(size)",
             )
-        for name in ("batches_ahead", "bytes_ahead", "timeout_s", "workers"):
+        for name in ("batches_ahead", "bytes_ahead", "max_pixels", "timeout_s", "workers"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UsageError(f"{name} is {value}", fix=f"Give more than 0 for {name}")

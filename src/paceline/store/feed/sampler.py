@@ -88,6 +88,15 @@ class RankBatches:
                 why="each rank takes an equal part of every global batch",
                 fix=f"Make global_batch_size a multiple of {self.world_size}",
             )
+        if self.sample_count < (self.global_batch_size if self.last == "drop" else 1):
+            raise UsageError(
+                f"an epoch of {self.sample_count} samples has no batch",
+                why=f"a batch is {self.global_batch_size} samples over all ranks, and the policy "
+                f"for the last one is {self.last!r}",
+                fix="Give a smaller global_batch_size, or last='pad'"
+                if self.sample_count
+                else "Pack some samples",
+            )
 
     def count(self, position: int = 0) -> int:
         """Return how many batches this rank has from `position` to the end of the epoch."""

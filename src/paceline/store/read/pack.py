@@ -13,7 +13,7 @@ import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
 
@@ -468,7 +468,13 @@ class _Strings(Sequence[str]):
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, index: int) -> str:  # type: ignore[override]  # no slices: they would decode everything
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(self._count))]
         if not -self._count <= index < self._count:
             raise IndexError(index)
         return os.fsdecode(self._get(index % self._count))
