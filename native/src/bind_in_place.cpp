@@ -73,9 +73,12 @@ void bind_in_place(nb::module_& module) {
   nb::class_<TfRecords>(module, "TfRecords")
       .def(
           "__init__",
-          [](TfRecords* self, const nb::bytes& path) { new (self) TfRecords(path_of(path)); },
-          "path"_a)
-      .def("next", &next_tfrecords, "count"_a);
+          [](TfRecords* self, const nb::bytes& path, bool to_cut) {
+            new (self) TfRecords(path_of(path), to_cut);
+          },
+          "path"_a, "to_cut"_a)
+      .def("next", &next_tfrecords, "count"_a)
+      .def_prop_ro("cut_bytes", &TfRecords::cut_bytes);
 }
 
 }  // namespace paceline

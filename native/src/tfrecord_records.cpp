@@ -19,7 +19,7 @@ std::uint32_t unmasked(std::uint32_t masked) noexcept {
 
 }  // namespace
 
-TfRecords::TfRecords(std::string path) : file_(std::move(path)) {}
+TfRecords::TfRecords(std::string path, bool to_cut) : file_(std::move(path)), to_cut_(to_cut) {}
 
 TfRecordBlock TfRecords::next(std::size_t count) {
   TfRecordBlock block;
@@ -38,7 +38,13 @@ TfRecordBlock TfRecords::next(std::size_t count) {
                       "the record at byte " + std::to_string(at_) + " " + why);
     };
     const std::uint64_t left = bytes.size() - at_;
-    if (left < head_bytes + tail_bytes) fail("is truncated");
+    const auto is_cut = [&] {
+      if (!to_cut_) fail("is truncated");
+      cut_ = left;
+      at_ = bytes.size();
+      return true;
+    };
+    if (left < head_bytes + tail_bytes && is_cut()) break;
     std::uint64_t length = 0;
     std::uint32_t masked = 0;
     copy(at_, &length, sizeof length);
@@ -47,7 +53,7 @@ TfRecordBlock TfRecords::next(std::size_t count) {
     if (found != unmasked(masked)) {
       fail("has a damaged length: " + checksum_mismatch(unmasked(masked), found));
     }
-    if (length > left - head_bytes - tail_bytes) fail("is truncated");
+    if (length > left - head_bytes - tail_bytes && is_cut()) break;
     copy(at_ + head_bytes + length, &masked, sizeof masked);
     block.offsets.push_back(at_ + head_bytes);
     block.lengths.push_back(length);

@@ -74,8 +74,8 @@ void use_lmdb(const std::string& path, std::size_t size) {
   ++accepted;
 }
 
-void use_tfrecord(const std::string& path, std::size_t size) {
-  TfRecords records(path);
+void use_tfrecord(const std::string& path, std::size_t size, bool to_cut = true) {
+  TfRecords records(path, to_cut);
   for (;;) {
     const auto block = records.next(50);
     if (block.offsets.empty()) break;

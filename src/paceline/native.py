@@ -424,7 +424,13 @@ class LmdbRecords(_native.LmdbRecords):
 
 
 class TfRecords(_native.TfRecords):
-    """One pass over a TFRecord file; CorruptData says where it is damaged."""
+    """One pass over a TFRecord file; CorruptData says where it is damaged.
+
+    Args:
+        path: of the file.
+        to_cut: a file that ends amid a record ends with the record before it; `cut_bytes` is what
+            follows, once all records were read.
+    """
 
     def next(self, count: int) -> TfRecordBlock:
         """Return at most `count` records."""

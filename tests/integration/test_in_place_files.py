@@ -233,6 +233,45 @@ def test_damaged_tfrecords(tmp_path):
         open_pack(tmp_path / "x.tfrecord.gz")
 
 
+def test_a_file_that_ends_amid_a_record_is_read_to_it_if_that_is_allowed(tmp_path, caplog):
+    bodies = [value_of(k, 500) for k in range(20)]
+    for k in range(2):
+        write_tfrecords(tmp_path / f"{k}.tfrecord", bodies[10 * k : 10 * (k + 1)])
+    paths = str(tmp_path / "?.tfrecord")
+    cut = tmp_path / "0.tfrecord"
+    for length, count in ((10 * 516 - 1, 9), (9 * 516 + 13, 9), (516 + 15, 1), (5, 0)):
+        write_tfrecords(cut, bodies[:10])
+        os.truncate(cut, length)
+        settle(cut)
+        with open_pack(paths, allow_truncated=True) as pack:
+            assert list(contents(pack).values()) == [*bodies[:count], *bodies[10:]]
+        assert f"0.tfrecord ends amid a record: its last {length - count * 516} by" in caplog.text
+        with open_pack(paths, allow_truncated=True) as pack:
+            assert len(pack) == count + 10
+        with pytest.raises(CorruptData, match=r"0\.tfrecord.*is truncated"):
+            open_pack(paths)  # though there is an index
+    write_tfrecords(cut, bodies[:10])
+    with open_pack(paths, allow_truncated=True) as pack:
+        assert list(contents(pack).values()) == bodies
+    with open_pack(paths) as pack:
+        assert len(pack) == 20
+
+
+def test_shards_without_a_suffix_are_tfrecords_if_they_begin_as_one(tmp_path):
+    bodies = [value_of(k, 500) for k in range(20)]
+    for k in range(2):
+        write_tfrecords(tmp_path / f"train-0000{k}-of-00003", bodies[10 * k : 10 * (k + 1)])
+    (tmp_path / "train-00002-of-00003").touch()
+    settle(tmp_path / "train-00002-of-00003")
+    for named in (tmp_path, tmp_path / "train-*-of-00003"):
+        with open_pack(named) as pack:
+            assert list(contents(pack).values()) == bodies
+    (tmp_path / "train-00002-of-00003").write_bytes(b"something else")
+    settle(tmp_path / "train-00002-of-00003")
+    with open_pack(tmp_path) as pack:
+        assert sorted(pack.names) == [f"train-0000{k}-of-00003" for k in range(3)]
+
+
 # Folders
 
 

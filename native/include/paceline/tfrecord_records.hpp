@@ -23,13 +23,19 @@ struct TfRecordBlock {  // some records, in the order of the file
 // One pass over a file. Not thread-safe.
 class TfRecords {
  public:
-  explicit TfRecords(std::string path);  // throws PackError; an empty file is one, too
+  // Throws PackError; an empty file is one, too. `to_cut`: a file that ends amid a record, because
+  // its writer was killed or writes still, ends with the record before it.
+  explicit TfRecords(std::string path, bool to_cut = false);
   // The next records, at most `count`; none at the end. Throws PackError.
   TfRecordBlock next(std::size_t count);
+  // Bytes behind the last whole record, once all were read; 0 unless `to_cut`.
+  std::uint64_t cut_bytes() const noexcept { return cut_; }
 
  private:
   Mapping file_;
+  bool to_cut_;
   std::uint64_t at_ = 0;
+  std::uint64_t cut_ = 0;
 };
 
 }  // namespace paceline

@@ -57,6 +57,8 @@ class Sources:
         key_names: of LMDB; chosen when it is indexed.
         transaction: of LMDB.
         page_bytes: of LMDB.
+        cut_files: of TFRecord, files that end amid a record; of files as they are now, how many
+            may. Stored as `page_bytes`.
         last_page: of LMDB.
         meta_checksum: CRC-32C of what its meta page says of the records; 0 = not known.
     """
@@ -67,6 +69,7 @@ class Sources:
     key_names: KeyNames = KeyNames.PLAIN
     transaction: int = 0
     page_bytes: int = 0
+    cut_files: int = 0
     last_page: int = 0
     meta_checksum: int = 0
 
@@ -77,7 +80,7 @@ class Sources:
             self.kind,
             self.key_names,
             self.transaction,
-            self.page_bytes,
+            self.page_bytes or self.cut_files,
             self.meta_checksum,
             self.last_page,
         )
@@ -104,6 +107,8 @@ class Sources:
             return f"its last transaction was {self.transaction:,}, now it is {now.transaction:,}"
         if self.meta_checksum not in (0, now.meta_checksum):
             return "another database is at its path now"
+        if self.cut_files > now.cut_files:
+            return f"{self.cut_files:,} of its files end amid a record, which is not allowed now"
         changed = np.flatnonzero(self.states != now.states)
         if not len(changed):
             return ""
@@ -133,7 +138,8 @@ def parse_sources(files: bytes, sources: bytes) -> Sources:
         states=states,
         key_names=KeyNames(key_names),
         transaction=transaction,
-        page_bytes=page_bytes,
+        page_bytes=page_bytes if kind == SourceKind.LMDB else 0,
+        cut_files=page_bytes if kind == SourceKind.TFRECORD else 0,
         last_page=last_page,
         meta_checksum=meta_checksum,
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.core.errors import UsageError
-from paceline.store.format.sources import KeyNames, SourceKind
+from paceline.store.format.sources import SourceKind
 from paceline.store.in_place.data import BLOCK_SAMPLES, extent_columns, sources_of
 from paceline.store.write.columns import SampleColumns
 from paceline.store.write.sources.archives import OpenArchives
@@ -71,9 +71,9 @@ class ArchivesData:
         if members:
             yield _block(members, labels)
 
-    def key_names(self) -> KeyNames:
-        """Return that names are names."""
-        return KeyNames.PLAIN
+    def as_read(self, sources: Sources) -> Sources:
+        """Return `sources`: there is nothing more to say."""
+        return sources
 
     def folders(self) -> list[bytes]:
         """Return all folders."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from paceline.core.errors import StorageError, os_errors_as, reason
-from paceline.store.format.sources import STATE_TYPE, KeyNames, SourceKind, Sources
+from paceline.store.format.sources import STATE_TYPE, SourceKind, Sources
 from paceline.store.write.columns import ExtentColumns, SampleColumns
 from paceline.store.write.sources.source import REGULAR_MODE
 
@@ -50,8 +50,8 @@ class DataInPlace(Protocol):
         """Yield all samples, with one extent each, in any order."""
         ...
 
-    def key_names(self) -> KeyNames:
-        """Return how keys became names, once all blocks were yielded."""
+    def as_read(self, sources: Sources) -> Sources:
+        """Return `sources` with what was learned of them, once all blocks were yielded."""
         ...
 
     def folders(self) -> list[bytes]:

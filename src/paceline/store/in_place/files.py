@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.store.format.layout import SIDE_SUFFIX
-from paceline.store.format.sources import STATE_TYPE, KeyNames, SourceKind, Sources
+from paceline.store.format.sources import STATE_TYPE, SourceKind, Sources
 from paceline.store.in_place.data import extent_columns, name_from
 from paceline.store.write.sources.folder_scan import FolderScan, open_root
 from paceline.store.write.sources.source import SourceClasses
@@ -64,9 +64,9 @@ class FilesData:
                 shard += count
             self._folders, self._classes = scan.folders, scan.classes
 
-    def key_names(self) -> KeyNames:
-        """Return that names are names."""
-        return KeyNames.PLAIN
+    def as_read(self, sources: Sources) -> Sources:
+        """Return `sources`: there is nothing more to say."""
+        return sources
 
     def folders(self) -> list[bytes]:
         """Return the relative paths of all folders, also of empty ones."""

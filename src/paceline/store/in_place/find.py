@@ -27,8 +27,14 @@ if TYPE_CHECKING:
     from paceline.store.in_place.data import DataInPlace
 
 
-def find_data(named: str | os.PathLike[str]) -> DataInPlace | None:
+def find_data(
+    named: str | os.PathLike[str], *, allow_truncated: bool = False
+) -> DataInPlace | None:
     """Return the data in place that a path or pattern names; None: a pack, or nothing.
+
+    Args:
+        named: path or pattern.
+        allow_truncated: a TFRecord file that ends amid a record ends with the record before it.
 
     Raises:
         NotFound: nothing matches a pattern, or there is no such file.
@@ -42,15 +48,16 @@ def find_data(named: str | os.PathLike[str]) -> DataInPlace | None:
             mode = path.stat().st_mode
         except (FileNotFoundError, NotADirectoryError, ValueError):
             matches = [match for match in expand(where) if not is_of_side_file(match)] or [where]
-            return _of_files([Path(os.path.abspath(match)) for match in matches], where)  # noqa: PTH100  # as above
+            paths = [Path(os.path.abspath(match)) for match in matches]  # noqa: PTH100  # as above
+            return _of_files(paths, where, to_cut=allow_truncated)
         if stat.S_ISDIR(mode):
-            return _in_folder(path, where)
+            return _in_folder(path, where, to_cut=allow_truncated)
         if stat.S_ISREG(mode) and is_lmdb(path):
             return LmdbData(path, where)
-    return _of_files([path], where)
+    return _of_files([path], where, to_cut=allow_truncated)
 
 
-def _in_folder(path: Path, where: str) -> DataInPlace | None:
+def _in_folder(path: Path, where: str, *, to_cut: bool) -> DataInPlace | None:
     if os.path.lexists(path / INDEX_NAME) or path.resolve().name.endswith(PARTIAL_SUFFIX):
         return None
     names = sorted(os.listdir(path))  # noqa: PTH208  # of names only
@@ -61,16 +68,19 @@ def _in_folder(path: Path, where: str) -> DataInPlace | None:
     names = [name for name in names if not is_of_side_file(name)]
     if not names:
         return None
-    return _of_files([path / name for name in names], where, path) or FilesData(path, where)
+    paths = [path / name for name in names]
+    return _of_files(paths, where, path, to_cut=to_cut) or FilesData(path, where)
 
 
-def _of_files(paths: list[Path], where: str, folder: Path | None = None) -> DataInPlace | None:
+def _of_files(
+    paths: list[Path], where: str, folder: Path | None = None, *, to_cut: bool
+) -> DataInPlace | None:
     """Return the data in files of one kind; None if they are of no kind, or of several."""
     side_file = _side_file(paths[0] if folder is None else folder, where, count=len(paths))
     if all(is_archive(path.name) for path in paths):
         return ArchivesData(paths, where, side_file)
-    if all(is_tfrecord(path.name) for path in paths):
-        return TfRecordData(paths, where, side_file)
+    if all(map(is_tfrecord, paths)):
+        return TfRecordData(paths, where, side_file, to_cut=to_cut)
     return None
 
 

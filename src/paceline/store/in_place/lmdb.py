@@ -97,9 +97,9 @@ class LmdbData:
                 extent_columns(block.offsets, block.lengths, shards),
             )
 
-    def key_names(self) -> KeyNames:
-        """Return how keys became names."""
-        return self._names
+    def as_read(self, sources: Sources) -> Sources:
+        """Return `sources` with how keys became names."""
+        return replace(sources, key_names=self._names)
 
     def folders(self) -> list[bytes]:
         """Return the folders of the names."""

@@ -19,6 +19,7 @@ def open_pack(
     threads: int | None = None,
     direct: bool = False,
     index_only: bool = False,
+    allow_truncated: bool = False,
 ) -> Pack:
     """Open the data set at `path`: a pack, or data in place, of which an index is made once.
 
@@ -40,6 +41,8 @@ def open_pack(
             cores that this process may use, at most 8, or with `direct` always 8.
         direct: read past the page cache (O_DIRECT), for data sets that are larger than memory.
         index_only: open no shard: names, lengths and locations can be read, samples cannot.
+        allow_truncated: read a TFRecord file that ends amid a record, since its writer was killed,
+            to the record before it; a warning says how much is left out.
 
     Raises:
         NotFound: there is no data set at `path`.
@@ -53,7 +56,7 @@ def open_pack(
         DeadlineExceeded: another process indexes the data, and has not finished for hours.
     """
     options = read_options(verify=verify, threads=threads, direct=direct, index_only=index_only)
-    data = find_data(path)
+    data = find_data(path, allow_truncated=allow_truncated)
     if data is not None:
         return open_data(data, options)
     pack = Pack(path, options)

@@ -23,7 +23,6 @@ import os
 import shutil
 import tempfile
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -162,7 +161,7 @@ def make_side_file(data: DataInPlace, lock: IndexingLock) -> None:
             classes=classes.names,
             shard_lengths=before.sizes,
             shard_digests=[],
-            sources=replace(before, key_names=data.key_names()),
+            sources=data.as_read(before),
             has_checksums=data.has_checksums,
             holders=data.holders if isinstance(data, ArchivesData) else None,
         )

@@ -5,15 +5,17 @@ A TFRecord has a checksum of its data, a CRC-32C as ours: such samples are verif
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paceline.core.errors import NotFound, UsageError
-from paceline.native import TfRecords
-from paceline.store.format.sources import KeyNames, SourceKind
+from paceline.native import TfRecords, crc32c
+from paceline.store.format.sources import SourceKind
 from paceline.store.in_place.data import (
     BLOCK_SAMPLES,
     extent_columns,
@@ -32,19 +34,43 @@ if TYPE_CHECKING:
     from paceline.store.format.sources import Sources
     from paceline.store.in_place.data import Block
 
+_LOG = logging.getLogger(__name__)
+
 _SUFFIX = re.compile(r"\.(tfrecords?|tfrec)(-\d+-of-\d+)?$")
+_SHARD = re.compile(r"-\d+-of-\d+$")  # as TensorFlow Datasets and many scripts name theirs
+_LENGTH_BYTES = 8
 _COMPRESSED = re.compile(r"\.(tfrecords?|tfrec)(-\d+-of-\d+)?\.gz$")
 _GZIP = b"\x1f\x8b"
 _DIGITS = 10
 
 
-def is_tfrecord(path: str) -> bool:
-    """Return whether a path is named like a TFRecord file."""
-    return _SUFFIX.search(path) is not None or _COMPRESSED.search(path) is not None
+def is_tfrecord(path: Path) -> bool:
+    """Return whether a path is named like a TFRecord file, or like a shard and begins as one does.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if _SUFFIX.search(path.name) or _COMPRESSED.search(path.name):
+        return True
+    if not _SHARD.search(path.name) or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        head = file.read(_LENGTH_BYTES + 4)
+    if not head:
+        return True  # a shard without records, beside others
+    crc = crc32c(head[:_LENGTH_BYTES])
+    masked = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+    return head[_LENGTH_BYTES:] == masked.to_bytes(4, "little")
 
 
 class TfRecordData:
     """The records of TFRecord files.
+
+    Args:
+        paths: of the files.
+        where: names them in messages.
+        side_file: of their index.
+        to_cut: a file that ends amid a record is read to the record before it.
 
     Raises:
         NotFound: there is no such file.
@@ -54,7 +80,11 @@ class TfRecordData:
 
     has_checksums = True
 
-    def __init__(self, paths: Sequence[Path], where: str, side_file: Path) -> None:
+    def __init__(
+        self, paths: Sequence[Path], where: str, side_file: Path, *, to_cut: bool = False
+    ) -> None:
+        self._to_cut = to_cut
+        self._cut_files = 0
         self.where = where
         self.side_file = side_file
         self._paths = list(paths)
@@ -76,16 +106,17 @@ class TfRecordData:
 
     def sources(self, folder: Path) -> Sources:
         """Return what the files are now."""
-        return sources_of(SourceKind.TFRECORD, self._paths, folder)
+        sources = sources_of(SourceKind.TFRECORD, self._paths, folder)
+        return replace(sources, cut_files=len(self._paths) if self._to_cut else 0)
 
     def blocks(self) -> Iterator[Block]:
         """Yield all records."""
-        number = 0
+        number = self._cut_files = 0
         for shard, path in enumerate(self._paths):
             status = path.stat()
             if not status.st_size:
                 continue  # a file without records
-            records = TfRecords(os.fsencode(path))
+            records = TfRecords(os.fsencode(path), self._to_cut)
             while len((block := records.next(BLOCK_SAMPLES)).offsets):
                 count = len(block.offsets)
                 names, offsets = numbered_names(number, count)
@@ -99,10 +130,17 @@ class TfRecordData:
                         block.checksums,
                     ),
                 )
+            if records.cut_bytes:
+                self._cut_files += 1
+                _LOG.warning(
+                    "%s ends amid a record: its last %s bytes are left out",
+                    path,
+                    f"{records.cut_bytes:,}",
+                )
 
-    def key_names(self) -> KeyNames:
-        """Return that names are names."""
-        return KeyNames.PLAIN
+    def as_read(self, sources: Sources) -> Sources:
+        """Return `sources` with how many files end amid a record."""
+        return replace(sources, cut_files=self._cut_files)
 
     def folders(self) -> list[bytes]:
         """Return no folders."""
