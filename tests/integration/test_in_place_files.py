@@ -272,6 +272,43 @@ def test_shards_without_a_suffix_are_tfrecords_if_they_begin_as_one(tmp_path):
         assert sorted(pack.names) == [f"train-0000{k}-of-00003" for k in range(3)]
 
 
+# Permissions
+
+
+def make_private(kind, place):
+    """Make data that only their owner may read; return where they and their side file are."""
+    if kind == "folder":
+        (place / "x" / "inner").mkdir(parents=True)
+        (place / "x" / "inner" / "secret").write_bytes(b"1")
+        (place / "x" / "inner").chmod(0o700)
+        return place / "x", place / "x.pace"
+    path = place / f"x.{kind}"
+    if kind == "tar":
+        write_tar(path, [("secret", b"1")])
+    else:
+        write_tfrecords(path, [b"1"])
+    path.chmod(0o600)
+    return path, place / f"x.{kind}.pace"
+
+
+@pytest.mark.parametrize("kind", ["tar", "tfrecord", "folder"])
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_a_side_file_is_as_private_as_its_data(tmp_path, kind, umask):
+    before = os.umask(umask)
+    try:
+        path, side_file = make_private(kind, tmp_path)
+        open_pack(path).close()
+        assert side_file.stat().st_mode & 0o777 == 0o600
+        add_checksums(open_pack(path))
+        assert side_file.stat().st_mode & 0o777 == 0o600
+        (path if path.is_file() else path / "inner").chmod(0o755)
+        side_file.unlink()
+        open_pack(path).close()
+        assert side_file.stat().st_mode & 0o777 == 0o644 & ~umask
+    finally:
+        os.umask(before)
+
+
 # Folders
 
 

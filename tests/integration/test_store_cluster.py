@@ -14,6 +14,8 @@ from support.command_line import without_torch
 
 from paceline import store
 from paceline.core.errors import RankLost, StorageError, UsageError
+from paceline.store import open_pack
+from paceline.store.serve import local_shards
 from paceline.store.serve.card import NodeAddress
 from paceline.store.serve.links import LocalNode, LocalNodeLink
 from paceline.store.serve.local_shards import LocalShards
@@ -224,6 +226,27 @@ def test_a_full_disk_of_a_node_leaves_the_rest_to_the_source(pack, small_disk, c
             assert_equal(pack, remote)
             assert remote.tier_bytes.source > 0
             assert remote.tier_bytes.mapped > 0
+
+
+@pytest.mark.parametrize("unnamed", [True, False])
+def test_shards_in_local_storage_are_as_private_as_the_pack(pack, tmp_path, monkeypatch, unnamed):
+    """They were readable by all users of the node."""
+    private = tmp_path / "private.pack"
+    shutil.copytree(pack.path, private)
+    for path in private.iterdir():
+        path.chmod(0o600)
+    private.chmod(0o700)
+    if not unnamed:  # as on file systems without O_TMPFILE
+        monkeypatch.setattr(local_shards.os, "O_TMPFILE", os.O_DIRECTORY)
+    with open_pack(private) as opened:
+        shards = LocalShards(tmp_path / "local", opened)
+        shards.open()
+        shards.write(0, [opened.index.shard_path(0).read_bytes()], "a test")
+        shards.close()
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "local").iterdir()}
+    assert modes.pop(".local-shards") & 0o002 == 0
+    assert set(modes.values()) == {0o600}
+    assert (tmp_path / "local").stat().st_mode & 0o777 == 0o700
 
 
 def test_of_two_shards_that_are_written_at_once_one_has_the_room(pack, small_disk):

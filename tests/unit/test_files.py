@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import signal
+import stat
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import pytest
 from paceline.core import files
 from paceline.core.errors import CorruptData, NotFound, StorageError
 from paceline.core.files import (
+    Access,
     LockOutcome,
     commit_bytes,
     commit_chunks,
@@ -162,3 +164,51 @@ def test_short_writes_go_on_until_all_is_written(tmp_path, monkeypatch):
         assert write_all_at(file.fileno(), b"abcdefgh", 1) == 8
         assert write_all(file.fileno(), b"") == 0
     assert (tmp_path / "file").read_bytes() == b"0abcdefgh9"
+
+
+def mode_of(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture(params=[0o000, 0o022, 0o077])
+def umask(request):
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+@pytest.mark.parametrize("modes", [[0o644], [0o600], [0o644, 0o640], [0o664, 0o604], [0o444]])
+def test_a_copy_is_read_by_none_who_may_not_read_the_originals(tmp_path, umask, modes):
+    originals = []
+    for number, mode in enumerate(modes):
+        originals.append(tmp_path / f"{number}")
+        originals[-1].touch()
+        originals[-1].chmod(mode)
+    copy = tmp_path / "copy"
+    commit_chunks(copy, [b"content"], Access.of(originals))
+    expected = 0o666 & ~umask
+    for mode in modes:
+        expected &= mode
+    assert mode_of(copy) == expected | 0o600
+    gone = Access.of([originals[0], tmp_path / "gone"])
+    commit_chunks(copy, [b"content"], gone)
+    assert mode_of(copy) == 0o600
+
+
+def test_a_copy_belongs_to_the_owner_of_the_original_or_to_no_group(tmp_path, monkeypatch):
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    original.touch()
+    original.chmod(0o664)
+    access = Access.of([original])
+    other = Access(access.mode, access.uid + 7, access.gid + 7)
+    if os.geteuid() == 0:
+        commit_chunks(copy, [b""], other)
+        assert (copy.stat().st_uid, copy.stat().st_gid) == (other.uid, other.gid)
+
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(files.os, "fchown", refuse)
+    commit_chunks(copy, [b""], other)
+    assert copy.stat().st_gid == access.gid
+    assert not mode_of(copy) & 0o070

@@ -7,6 +7,8 @@ import fcntl
 import logging
 import os
 import shutil
+import stat
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache
 from typing import TYPE_CHECKING
@@ -27,6 +29,61 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may read some files, so that what is made of them is not read by others.
+
+    Attributes:
+        mode: permission bits that all of them grant; of a folder, those of reading it.
+        uid: owner of the first.
+        gid: group of the first.
+    """
+
+    mode: int
+    uid: int
+    gid: int
+
+    @classmethod
+    def of(cls, paths: Iterable[Path]) -> Access:
+        """Return what these files or folders allow; a path that cannot be looked at allows nothing.
+
+        Raises:
+            OSError: the first cannot be looked at.
+        """
+        first: os.stat_result | None = None
+        mode = 0o777
+        for path in paths:
+            try:
+                status = path.stat()
+            except OSError:
+                if first is None:
+                    raise
+                mode = 0
+                continue
+            first = first or status
+            mode &= status.st_mode
+            if status.st_gid != first.st_gid:
+                mode &= ~0o070
+        assert first is not None
+        return cls(mode, first.st_uid, first.st_gid)
+
+    def limit(self, descriptor: int) -> None:
+        """Take from an open file or folder, of this user's making, what these files do not grant.
+
+        Root gives it to their owner. Where the group is another one, it gets nothing.
+
+        Raises:
+            OSError: the permissions cannot be changed.
+        """
+        made = os.fstat(descriptor)
+        if (made.st_uid, made.st_gid) != (self.uid, self.gid):
+            with contextlib.suppress(PermissionError):
+                os.fchown(descriptor, self.uid, self.gid)
+        granted = self.mode if os.fstat(descriptor).st_gid == self.gid else self.mode & ~0o070
+        own = 0o700 if stat.S_ISDIR(made.st_mode) else 0o600
+        os.fchmod(descriptor, stat.S_IMODE(made.st_mode) & granted | own)
+
+
 def commit_bytes(path: Path, data: bytes) -> None:
     """Write `data` to `path` so that a crash at any moment leaves the old or the new content.
 
@@ -36,13 +93,18 @@ def commit_bytes(path: Path, data: bytes) -> None:
     commit_chunks(path, (data,))
 
 
-def commit_chunks(path: Path, chunks: Iterable[bytes]) -> None:
-    """Write `chunks` one after the other, for content larger than memory; see `commit_bytes`."""
+def commit_chunks(path: Path, chunks: Iterable[bytes], access: Access | None = None) -> None:
+    """Write `chunks` one after the other, for content larger than memory; see `commit_bytes`.
+
+    With `access`, nobody may read it who may not read these files.
+    """
     partial = _partial(path)
     fix = "Free space or choose another path; the old content is unchanged"
     try:
         with storage_errors("cannot write", where=path, fix=fix):
             with partial.open("wb") as file:
+                if access is not None:
+                    access.limit(file.fileno())
                 for chunk in chunks:
                     file.write(chunk)
                 file.flush()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.core.errors import UsageError
+from paceline.core.files import Access
 from paceline.store.format.sources import SourceKind
 from paceline.store.in_place.data import BLOCK_SAMPLES, extent_columns, sources_of
 from paceline.store.write.columns import SampleColumns
@@ -74,6 +75,11 @@ class ArchivesData:
     def as_read(self, sources: Sources) -> Sources:
         """Return `sources`: there is nothing more to say."""
         return sources
+
+    def access(self, folders: Sequence[bytes]) -> Access:
+        """Return who may read all files."""
+        del folders  # are in archives, or in names alone
+        return Access.of(self._paths)
 
     def folders(self) -> list[bytes]:
         """Return all folders."""

@@ -78,4 +78,4 @@ def add_checksums(pack: Pack, on_progress: Callable[[int, int], None] | None = N
                 fix="Verify it when no other program writes to it",
             )
         with SideFolder(lock) as folder:
-            folder.put([run], metadata, durable=True)
+            folder.put([run], metadata, data.access(metadata.folders), durable=True)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from paceline.core.files import Access
     from paceline.store.write.sources.source import SourceClasses
 
 BLOCK_SAMPLES = 1 << 16
@@ -52,6 +53,10 @@ class DataInPlace(Protocol):
 
     def as_read(self, sources: Sources) -> Sources:
         """Return `sources` with what was learned of them, once all blocks were yielded."""
+        ...
+
+    def access(self, folders: Sequence[bytes]) -> Access:
+        """Return who may read the data, in which these folders are."""
         ...
 
     def folders(self) -> list[bytes]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paceline.core.files import Access
 from paceline.store.format.layout import SIDE_SUFFIX
 from paceline.store.format.sources import STATE_TYPE, SourceKind, Sources
 from paceline.store.in_place.data import extent_columns, name_from
@@ -20,7 +21,7 @@ from paceline.store.write.sources.folder_scan import FolderScan, open_root
 from paceline.store.write.sources.source import SourceClasses
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from paceline.store.in_place.data import Block
@@ -67,6 +68,10 @@ class FilesData:
     def as_read(self, sources: Sources) -> Sources:
         """Return `sources`: there is nothing more to say."""
         return sources
+
+    def access(self, folders: Sequence[bytes]) -> Access:
+        """Return who may list all folders."""
+        return Access.of([self._path, *(self._path / os.fsdecode(name) for name in folders)])
 
     def folders(self) -> list[bytes]:
         """Return the relative paths of all folders, also of empty ones."""

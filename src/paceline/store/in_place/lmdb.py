@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.core.errors import UsageError
+from paceline.core.files import Access
 from paceline.native import LmdbBlock, LmdbRecords, lmdb_meta
 from paceline.store.format.layout import SIDE_SUFFIX
 from paceline.store.format.sources import KeyNames, SourceKind
@@ -27,7 +28,7 @@ from paceline.store.in_place.data import (
 from paceline.store.write.sources.source import FolderTree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from paceline.store.format.sources import Sources
@@ -100,6 +101,11 @@ class LmdbData:
     def as_read(self, sources: Sources) -> Sources:
         """Return `sources` with how keys became names."""
         return replace(sources, key_names=self._names)
+
+    def access(self, folders: Sequence[bytes]) -> Access:
+        """Return who may read all files."""
+        del folders  # are in archives, or in names alone
+        return Access.of([self._path])
 
     def folders(self) -> list[bytes]:
         """Return the folders of the names."""

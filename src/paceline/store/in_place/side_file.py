@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     import contextlib
     from collections.abc import Sequence
 
+    from paceline.core.files import Access
     from paceline.store.format.sources import Sources
     from paceline.store.in_place.data import DataInPlace
 
@@ -165,7 +166,7 @@ def make_side_file(data: DataInPlace, lock: IndexingLock) -> None:
             has_checksums=data.has_checksums,
             holders=data.holders if isinstance(data, ArchivesData) else None,
         )
-        folder.put(sorted_runs, metadata, durable=False)
+        folder.put(sorted_runs, metadata, data.access(metadata.folders), durable=False)
 
 
 class SideFolder(PackFolder):
@@ -207,11 +208,21 @@ class SideFolder(PackFolder):
         return self.folder.stat().st_mtime_ns
 
     def put(
-        self, sorted_runs: Sequence[SortedRun], metadata: IndexMetadata, *, durable: bool
+        self,
+        sorted_runs: Sequence[SortedRun],
+        metadata: IndexMetadata,
+        access: Access,
+        *,
+        durable: bool,
     ) -> None:
-        """Write the index and rename it to the side file."""
+        """Write the index and rename it to the side file, read by none who may not read the data.
+
+        It has names and times of files, and what a class is called.
+        """
         self._is_durable = durable
         write_index(self, INDEX_NAME, sorted_runs, metadata)
+        with (self.folder / INDEX_NAME).open("rb") as file:
+            access.limit(file.fileno())
         (self.folder / INDEX_NAME).replace(self.place)
         if durable:
             sync_folder(self.place.parent)

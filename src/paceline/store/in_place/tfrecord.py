@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.core.errors import NotFound, UsageError
+from paceline.core.files import Access
 from paceline.native import TfRecords, crc32c
 from paceline.store.format.sources import SourceKind
 from paceline.store.in_place.data import (
@@ -141,6 +142,11 @@ class TfRecordData:
     def as_read(self, sources: Sources) -> Sources:
         """Return `sources` with how many files end amid a record."""
         return replace(sources, cut_files=self._cut_files)
+
+    def access(self, folders: Sequence[bytes]) -> Access:
+        """Return who may read all files."""
+        del folders  # are in archives, or in names alone
+        return Access.of(self._paths)
 
     def folders(self) -> list[bytes]:
         """Return no folders."""

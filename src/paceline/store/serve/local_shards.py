@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import CorruptPack, StorageError, UsageError, storage_errors
 from paceline.core.files import (
+    Access,
     LockOutcome,
     commit_chunks,
     free_bytes,
@@ -104,9 +105,10 @@ class LocalShards:
             except OSError as problem:
                 if problem.errno not in _NO_UNNAMED:
                     raise
-                commit_chunks(path, checked)
+                commit_chunks(path, checked, self._access_of(shard))
                 return
             try:
+                self._access_of(shard).limit(descriptor)
                 for piece in checked:
                     write_all(descriptor, piece)
                     self._left[writer] -= len(piece)
@@ -118,6 +120,10 @@ class LocalShards:
             finally:
                 os.close(descriptor)
             sync_folder(self.folder)
+
+    def _access_of(self, shard: int) -> Access:
+        """Return who may read the shard in the pack that this is a copy of."""
+        return Access.of([self._pack.path / INDEX_NAME, self._pack.index.shard_path(shard)])
 
     @contextlib.contextmanager
     def _room_for(self, shard: int) -> Iterator[object]:
@@ -151,8 +157,11 @@ class LocalShards:
         self.path(shard).unlink(missing_ok=True)
 
     def _prepare(self) -> None:
+        is_new = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if is_new:
+            Access.of([self._pack.path]).limit(self._lock)
         if try_lock(self._lock) is LockOutcome.HELD:
             raise UsageError(
                 "another process keeps shards in this folder",
@@ -172,7 +181,7 @@ class LocalShards:
         wanted = (self._pack.path / INDEX_NAME).read_bytes()
         index = self.folder / INDEX_NAME
         if not index.exists():
-            commit_chunks(index, [wanted])
+            commit_chunks(index, [wanted], Access.of([self._pack.path / INDEX_NAME]))
         if index.read_bytes() != wanted:
             raise UsageError(
                 "local storage holds another pack",
