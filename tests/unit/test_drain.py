@@ -1,6 +1,10 @@
 """The drain of an output: what the target holds after each step."""
 
+import errno
+import fcntl
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +21,7 @@ class Output:
         self.drain = Drain(self.folder, self.target, self.room, **options)
         self.drain.begin()
         self.tree = self.folder / "tree"
+        self.inode = self.target.stat().st_ino
 
     def drained(self):
         """Return what the target holds."""
@@ -135,3 +140,89 @@ def test_a_leftover_does_not_replace_what_is_later(tmp_path):
         os.utime(output.target / name, ns=(0, 1 if name == "earlier" else 1 << 62))
     output.drain.step()
     assert output.drained() == {"earlier": "left", "later": "there"}
+
+
+class Mounts:
+    """Lets paths be on other file systems, or on none."""
+
+    def __init__(self, monkeypatch):
+        self.elsewhere = {}
+        stat = Path.stat
+
+        def found(path, **how):
+            real = stat(path, **how)
+            moved = self.elsewhere.get(path)
+            if moved is None:
+                return real
+            fields = list(real)
+            fields[2], fields[1] = moved  # device, inode
+            return os.stat_result(fields)
+
+        monkeypatch.setattr(Path, "stat", found)
+
+
+def test_nothing_is_made_below_a_mount_point_whose_file_system_is_lost(
+    output, tmp_path, monkeypatch, caplog
+):
+    """It was made again there, and drained to, with exit code 0."""
+    (output.tree / "before").write_text("1")
+    assert output.drain.step() == 0
+    mounts, away = Mounts(monkeypatch), tmp_path / "away"
+    output.target.rename(away)
+    mounts.elsewhere[tmp_path] = (77, 5)  # the folder that was below the mount
+    (output.tree / "d").mkdir()
+    (output.tree / "d" / "during").write_text("2")
+    (output.tree / "before").unlink()
+    for _ in range(2):
+        assert output.drain.step() == 1
+    assert not output.target.exists()
+    assert [str(problem) for problem in output.drain.problems.values()] == [
+        f"[Errno {errno.ENODEV}] its file system is not mounted any more: '{output.target}'"
+    ]
+    assert caplog.text.count("is lost (its file system is not mounted any more)") == 1
+    output.target.mkdir()
+    mounts.elsewhere[output.target] = (77, 6)
+    assert output.drain.step() == 1
+    assert output.drained() == {}
+    output.target.rmdir()
+    away.rename(output.target)
+    mounts.elsewhere.clear()
+    mounts.elsewhere[output.target] = (78, output.inode)  # mounted anew
+    assert output.drain.step() == 0
+    assert output.drained() == {"d/during": "2"}
+    assert not output.drain.problems
+    assert "is back" in caplog.text
+
+
+def test_a_target_that_was_removed_is_made_again(output):
+    (output.tree / "a").write_text("1")
+    assert output.drain.step() == 0
+    shutil.rmtree(output.target)
+    (output.tree / "b").write_text("2")
+    assert output.drain.step() == 0
+    assert output.drained() == {"b": "2"}
+
+
+def test_a_drain_that_is_started_again_knows_its_target(output, tmp_path, monkeypatch):
+    (output.tree / "a").write_text("1")
+    mounts = Mounts(monkeypatch)
+    mounts.elsewhere[output.target] = (77, 5)
+    again = Drain(output.folder, output.target, output.room)
+    again.begin()
+    assert again.step() == 1
+    assert output.drained() == {}
+    mounts.elsewhere.clear()
+    assert again.step() == 0
+    assert output.drained() == {"a": "1"}
+
+
+def test_what_killed_drains_left_in_the_target_goes_and_what_others_write_stays(tmp_path):
+    (tmp_path / "shared" / "d").mkdir(parents=True)
+    stale, live = (tmp_path / "shared" / "d" / f"{HIDDEN}{name}" for name in "ab")
+    stale.write_text("half")
+    with live.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        output = Output(tmp_path)
+        assert live.exists()
+    assert not stale.exists()
+    assert [path.name for path in output.tree.rglob("*")] == ["d"]

@@ -13,12 +13,16 @@ A file is known by its inode, size and time. So one that was renamed after it wa
 checkpoints rotate, is renamed in the target and not copied again. What the target had before is in
 the tree as symbolic links to it, which programs see as files.
 
+Below a mount point whose file system is not there nothing is made: the device of the target is
+known from its beginning, and while another is at its path all is kept, until it is back.
+
 A step compares the tree with what was drained. It needs no journal: a server that is started again
 goes on with the next step, and at the end one step more says whether anything is left.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import mmap
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 HIDDEN = ".paceline-"  # of native/posix/outputs.c
 TREE, ROOM, TARGET = "tree", "room", "target"  # TARGET: text, the path of the target
+_PLACE = "place"  # text: device and inode of the target
 _PIECE_BYTES = 8 << 20
 _FOLLOW_S = 5.0  # for links of other nodes to follow a rename
 
@@ -122,6 +127,9 @@ class Drain:
         self.counts = DrainCounts()
         self.problems: dict[str, OSError] = {}  # by path: why it is not drained
         self._tree = folder / TREE
+        self._place = folder / _PLACE
+        self._device = self._inode = -1  # of the target; -1: not known
+        self._is_lost = False
         self._target = target
         self._room = room
         self._keeps_later = keeps_later
@@ -137,14 +145,18 @@ class Drain:
         Raises:
             OSError: one of both cannot be read or written.
         """
-        self._target.mkdir(parents=True, exist_ok=True)
         if self._tree.exists():  # of a drain that was killed
             return
+        self._target.mkdir(parents=True, exist_ok=True)
+        found = self._target.stat()
+        self._place.write_text(f"{found.st_dev} {found.st_ino}")
         begun = self._tree.with_name(f"{TREE}-begun")
         begun.mkdir(exist_ok=True)
-        for name, entry in walk(self._target):
+        for name, entry in walk(self._target, hidden=True):
             place = begun / name
-            if entry.is_dir(follow_symlinks=False):
+            if entry.name.startswith(HIDDEN):
+                _remove_unlocked(self._target / name)  # of a drain that was killed
+            elif entry.is_dir(follow_symlinks=False):
                 place.mkdir(exist_ok=True)
             elif entry.is_file() and not place.is_symlink():
                 place.symlink_to(self._target / name)
@@ -157,6 +169,14 @@ class Drain:
             OSError: the tree cannot be read.
         """
         published_bytes = self._room.published_bytes
+        try:
+            self._require_target()
+        except OSError as problem:
+            return self._keep_all(problem)
+        if self._is_lost:
+            self._is_lost = False
+            self.problems.clear()
+            _LOG.warning("%s is back: what was kept is drained", self._target)
         folders, files = self._look()
         self._make_folders(folders)
         self._rename(files)
@@ -179,6 +199,45 @@ class Drain:
         for name, entry in walk(self._tree, hidden=True):
             if entry.name.startswith(HIDDEN):
                 _remove_unlocked(self._tree / name)
+
+    def _require_target(self) -> None:
+        """Raise if what is at the target's path is not of the target's file system.
+
+        A folder that was removed is of it if the one above is. A file system that was mounted anew
+        may have another device; then the folder has its inode.
+        """
+        if self._device < 0 and self._place.exists():
+            self._device, self._inode = map(int, self._place.read_text().split())
+        place, found = self._target, None
+        while found is None:
+            try:
+                found = place.stat()
+            except FileNotFoundError:
+                place = place.parent
+        if self._device in (-1, found.st_dev):
+            return
+        if place == self._target and found.st_ino == self._inode:
+            self._device = found.st_dev
+            return
+        raise OSError(errno.ENODEV, "its file system is not mounted any more", str(self._target))
+
+    def _keep_all(self, problem: OSError) -> int:
+        """Note that files cannot be drained now; return how many wait."""
+        if not self._is_lost:
+            self._is_lost = True
+            _LOG.error(
+                "%s is lost (%s): what is written is kept below %s until it is back",
+                self._target,
+                problem.strerror or problem,
+                self._tree,
+            )
+        for name, entry in walk(self._tree):
+            with suppress(FileNotFoundError):
+                if entry.is_file(follow_symlinks=False):
+                    state = FileState.of(entry.stat(follow_symlinks=False))
+                    if self._drained.get(name) != state:
+                        self.problems[name] = problem
+        return len(self.problems)
 
     def _look(self) -> tuple[set[str], dict[str, FileState]]:
         """Return the folders and files of the tree; links to the target lead to where they should.
@@ -266,6 +325,7 @@ class Drain:
     def _make_folders(self, folders: set[str]) -> None:
         for name in sorted(folders - self._folders):
             with self._noted(name):
+                self._require_target()
                 (self._target / name).mkdir(parents=True, exist_ok=True)
                 self._folders.add(name)
 
@@ -295,6 +355,7 @@ class Drain:
         partial = target.with_name(f"{HIDDEN}{target.name}"[:255])
         with self._noted(name):
             try:
+                self._require_target()
                 self._write(self._tree / name, partial, state)
                 if FileState.of((self._tree / name).lstat()) == state:
                     partial.replace(target)
@@ -306,7 +367,8 @@ class Drain:
                 if (self._tree / name).exists():
                     raise
             finally:
-                partial.unlink(missing_ok=True)
+                with suppress(OSError):
+                    partial.unlink(missing_ok=True)
             self._settle(self._room.settled_bytes + state.size)
             return True
         return False
@@ -320,6 +382,8 @@ class Drain:
             with source.open("rb", buffering=0) as file:
                 partial.parent.mkdir(parents=True, exist_ok=True)
                 copy = stack.enter_context(partial.open("wb", buffering=0))
+                with suppress(OSError):  # where there are no locks; the next step copies again
+                    fcntl.flock(copy, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 done = 0
                 while count := os.sendfile(copy.fileno(), file.fileno(), done, _PIECE_BYTES):
                     done += count
@@ -402,8 +466,12 @@ def walk(top: Path, *, hidden: bool = False) -> Iterator[tuple[str, os.DirEntry[
 
 
 def _remove_unlocked(path: Path) -> None:
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW
     with suppress(OSError):
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            file = os.open(path, os.O_RDWR | flags)  # NFS locks such alone
+        except PermissionError:
+            file = os.open(path, os.O_RDONLY | flags)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.stat().st_ino == os.fstat(file).st_ino:
