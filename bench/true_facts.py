@@ -98,6 +98,15 @@ class RankFacts:
             open_events.pop()
         return found
 
+    @cached_property
+    def evaluation_s(self):
+        """Seconds of evaluations by step, with all that is done within them."""
+        sums = np.zeros(self.steps)
+        rows = self.main[self.main["kind"] == Kind.EVALUATION]
+        for begin, end in zip(rows["begin_ns"].tolist(), rows["end_ns"].tolist(), strict=True):
+            self._add(sums, begin, end)
+        return sums
+
     def _add(self, sums, begin, end):
         first, last = np.searchsorted(self.bounds, [begin, end - 1], side="right") - 1
         for step in range(max(first, 0), min(last, self.steps - 1) + 1):
@@ -155,10 +164,7 @@ class RunFacts:
 
     def step_time_s(self):
         """Return the median over steps of what the slowest rank takes, evaluations left out."""
-        each = [
-            rank.step_s[: self.steps] - rank.seconds["evaluation"][: self.steps]
-            for rank in self.ranks
-        ]
+        each = [(rank.step_s - rank.evaluation_s)[: self.steps] for rank in self.ranks]
         return float(np.median(np.max(each, axis=0)))
 
     def mean_share(self, phase, first=0, stop=None):
