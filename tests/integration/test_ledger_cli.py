@@ -27,7 +27,7 @@ def test_verify_names_the_head(path):
     done = _run("verify", path)
     assert done.returncode == 0, done.stderr
     assert "6 blocks, 24 transactions" in done.stdout
-    assert "signatures are the server's" in done.stdout
+    assert "signatures are those of the key below" in done.stdout
     head = next(line for line in done.stdout.splitlines() if line.startswith("head "))
     assert _run("verify", path, "--expect", head.split()[1]).returncode == 0
     wrong = _run("verify", path, "--expect", "5:" + "0" * 64)
@@ -38,6 +38,28 @@ def test_verify_names_the_head(path):
     assert report["version"] == 1
     assert report["receipts"] == 9
     assert report["damage"] is None
+
+
+def test_a_ledger_that_was_forged_with_another_key_is_found_by_the_server_s(path, tmp_path):
+    """`verify` called its signatures the server's."""
+    key = SigningKey.from_seed(b"k" * 32).public_key
+    done = _run("verify", path, "--public-key", key)
+    assert (done.returncode, "their signatures are the server's" in done.stdout) == (0, True)
+    assert f"key {key}" in _run("verify", path).stdout
+    for forged, said in ((SigningKey.from_seed(b"f" * 32), "signed by "), (None, "not signed")):
+        other = tmp_path / f"{said.strip()}.db"
+        audited(other, key=forged).close()
+        assert _run("verify", other).returncode == 0
+        done = _run("verify", other, "--public-key", key)
+        assert done.returncode == 4
+        assert f"DAMAGED: settings row public_key: the ledger is {said}" in done.stdout
+        assert (
+            json.loads(_run("verify", other, "--public-key", key, "--json").stdout)[
+                "is_expected_key"
+            ]
+            is False
+        )
+    assert _run("verify", path, "--public-key", "12").returncode == 2
 
 
 def test_a_changed_row_is_named_and_the_rest_can_be_read(path, tmp_path):

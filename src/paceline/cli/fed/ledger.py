@@ -33,17 +33,32 @@ _path = click.argument("path", metavar="LEDGER", type=click.Path(path_type=Path)
     metavar="NUMBER:HASH",
     help="A block's hash that was noted elsewhere: finds a ledger that was rewritten or cut.",
 )
+@click.option(
+    "--public-key",
+    metavar="KEY",
+    help="The server's key, 64 hexadecimal digits, as its operator gives it: finds a ledger that "
+    "was signed by another.",
+)
 @click.option("--receipts", is_flag=True, help="Check the signatures of all payments too (slower).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-def verify(path: Path, expect: str | None, receipts: bool, as_json: bool) -> None:
+def verify(
+    path: Path, expect: str | None, public_key: str | None, receipts: bool, as_json: bool
+) -> None:
     """Check every row of LEDGER; name the first bad one."""
     from paceline.federated.ledger import Ledger
 
     expected = _expected(expect)
+    if public_key is not None and not _is_hexadecimal(public_key):
+        raise click.BadParameter(
+            f"{public_key!r} is not 64 hexadecimal digits", param_hint="--public-key"
+        )
     shows = sys.stderr.isatty()
     with Ledger.read(path) as opened:
         report = opened.verify(
-            expected=expected, with_receipts=receipts, on_progress=_show if shows else None
+            expected=expected,
+            public_key=public_key,
+            with_receipts=receipts,
+            on_progress=_show if shows else None,
         )
     if shows:
         click.echo("\r\x1b[K", nl=False, err=True)
@@ -112,7 +127,7 @@ def _expected(text: str | None) -> ExpectedBlock | None:
     if text is None:
         return None
     number, _, hashed = text.partition(":")
-    if not number.isdecimal() or len(hashed) != 64 or set(hashed) - set("0123456789abcdef"):
+    if not number.isdecimal() or not _is_hexadecimal(hashed):
         raise click.BadParameter(
             f"{text!r} is not a block's number, a colon, and 64 hexadecimal digits",
             param_hint="--expect",
@@ -131,9 +146,14 @@ def _show(done: int, blocks: int) -> None:
     click.echo(f"\r\x1b[Kblock {done:,} of {blocks:,}", nl=False, err=True)
 
 
+def _is_hexadecimal(text: str) -> bool:
+    return len(text) == 64 and not set(text) - set("0123456789abcdef")
+
+
 def _print_report(path: Path, report: LedgerReport) -> None:
+    whose = "the server's" if report.is_expected_key else "those of the key below"
     signatures = {
-        "checked": "their signatures are the server's",
+        "checked": f"their signatures are {whose}",
         "none": "not signed: the hashes alone chain them",
         "unchecked": "signatures NOT checked: pip install 'paceline[ledger]'",
     }[report.signatures]
@@ -151,6 +171,9 @@ def _print_report(path: Path, report: LedgerReport) -> None:
     click.echo(f"{_tokens(report.circulating)} tokens in circulation: all balances add up to it")
     click.echo(f"head {report.blocks - 1}:{report.head}")
     click.echo("note the head elsewhere: verify --expect finds a ledger that was rewritten")
+    if report.public_key and not report.is_expected_key:
+        click.echo(f"key {report.public_key}")
+        click.echo("is it the server's? Who forged the ledger has another: verify --public-key")
 
 
 def _print_statement(made: LedgerStatement) -> None:

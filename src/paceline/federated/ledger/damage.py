@@ -46,6 +46,9 @@ class LedgerReport(Record):
             `cryptography` is missing here.
         receipts: how many receipts of clients and of the server were checked.
         damage: the first bad row, if there is one.
+        public_key: 64 hexadecimal digits, by which the ledger says that it is signed; "" if it has
+            none.
+        is_expected_key: whether that is the key that was asked for; None if none was.
     """
 
     ledger: str
@@ -57,6 +60,8 @@ class LedgerReport(Record):
     signatures: str
     receipts: int
     damage: Damage | None = None
+    public_key: str = ""
+    is_expected_key: bool | None = None
 
     @property
     def ok(self) -> bool:

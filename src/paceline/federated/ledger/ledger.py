@@ -212,6 +212,7 @@ class Ledger:
         self,
         *,
         expected: ExpectedBlock | None = None,
+        public_key: str | None = None,
         with_receipts: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> LedgerReport:
@@ -225,7 +226,11 @@ class Ledger:
                 "cannot verify", where=str(self.path), why="a block is open", fix="End the block"
             )
         return check_ledger(
-            self._sql, expected=expected, with_receipts=with_receipts, on_progress=on_progress
+            self._sql,
+            expected=expected,
+            public_key=public_key,
+            with_receipts=with_receipts,
+            on_progress=on_progress,
         )
 
     def json_lines(self) -> Iterator[str]:

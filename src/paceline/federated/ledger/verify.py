@@ -12,6 +12,8 @@
 
 A row that was changed by itself is named. Who can write the file, and has the server's key, can
 forge all rows after a block; who noted the hash of a later block elsewhere (`expected`) sees that.
+Who has no key of the server can forge a whole ledger with one of his own: who knows the server's
+(`public_key`) sees that.
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ def check_ledger(
     sql: Connection,
     *,
     expected: ExpectedBlock | None = None,
+    public_key: str | None = None,
     with_receipts: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> LedgerReport:
@@ -72,6 +75,7 @@ def check_ledger(
     Args:
         sql: a connection to it.
         expected: a block's hash that was noted elsewhere.
+        public_key: by which the ledger must be signed, 64 hexadecimal digits.
         with_receipts: check the signatures of payments too: about 0.1 ms each.
         on_progress: is given blocks done and blocks in all.
 
@@ -80,9 +84,9 @@ def check_ledger(
 
     Raises:
         StorageError: the file cannot be read.
-        Missing: `with_receipts`, and the library `cryptography` is not installed.
+        Missing: `with_receipts` or `public_key`, and the library `cryptography` is not installed.
     """
-    check = _Verification(sql, expected, with_receipts)
+    check = _Verification(sql, expected, with_receipts, public_key)
     damage = None
     try:
         sql.execute("BEGIN")  # one state of the file, whatever is written meanwhile
@@ -101,7 +105,7 @@ def check_ledger(
 
 def check_tail(sql: Connection) -> Damage | None:
     """Verify the last block, and that balances are conserved; return the first bad row."""
-    check = _Verification(sql, None, False)
+    check = _Verification(sql, None, False, None)
     try:
         check.check_schema()
         check.check_settings()
@@ -123,7 +127,11 @@ class _Verification:
     """One pass over the rows; counts what it has checked."""
 
     def __init__(
-        self, sql: Connection, expected: ExpectedBlock | None, with_receipts: bool
+        self,
+        sql: Connection,
+        expected: ExpectedBlock | None,
+        with_receipts: bool,
+        expected_key: str | None,
     ) -> None:
         self.table = ""
         self.last_row: int | str = ""
@@ -133,7 +141,8 @@ class _Verification:
         self._public_key = self._settings["public_key"]
         self._signs = bool(self._public_key) and keys.signatures_available()
         self._with_receipts = with_receipts
-        if with_receipts and self._public_key:
+        self._expected_key = expected_key
+        if (with_receipts and self._public_key) or expected_key is not None:
             keys.require_signatures()
         self._counts = {"blocks": 0, "transactions": 0, "postings": 0}
         self._receipts = 0
@@ -167,6 +176,10 @@ class _Verification:
             signatures="checked" if self._signs else unchecked,
             receipts=self._receipts,
             damage=damage,
+            public_key=self._public_key,
+            is_expected_key=None
+            if self._expected_key is None
+            else self._public_key == self._expected_key,
             **self._counts,
         )
 
@@ -186,6 +199,9 @@ class _Verification:
         if row is None:
             raise _Found("transactions", 1, "it is missing")
         note = self._parse(1, row[0]).note
+        if self._expected_key not in (None, self._public_key):
+            signed = f"signed by {self._public_key}" if self._public_key else "not signed"
+            raise _Found("settings", "public_key", f"the ledger is {signed}")
         for key in ("ledger", "public_key"):
             if self._settings.get(key) != note.get(key):
                 raise _Found("settings", key, "it is not what the first transaction says")

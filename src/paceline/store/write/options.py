@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from paceline.core.config import Configuration
 from paceline.core.errors import ConfigError
@@ -58,6 +58,7 @@ class PackOptions(Configuration):
         restart: discard the shards that a killed packing left, instead of resuming.
     """
 
+    version: ClassVar[int] = 2
     section: ClassVar[str] = "pack"
     shard_bytes: int = 0
     codec: str = "none"
@@ -69,6 +70,13 @@ class PackOptions(Configuration):
     symlinks: Symlinks = "error"
     check_space: bool = True
     restart: bool = False
+
+    @classmethod
+    def upgrade(cls, data: dict[str, Any], from_version: int) -> dict[str, Any]:
+        """Version 1 had `follow_symlinks`, true or false."""
+        assert from_version == 1
+        follows = data.pop("follow_symlinks", False)
+        return {**data, "symlinks": "follow" if follows else "error"}
 
     def __post_init__(self) -> None:
         if self.shard_bytes != 0 and self.shard_bytes < 2 * ALIGNMENT:
