@@ -149,6 +149,7 @@ class PackSampler(torch.utils.data.BatchSampler):  # type: ignore[misc]  # untyp
             world_size=world_size,
             last=last,
         )
+        self.batches.require_batches()
         self.batch_size = global_batch_size // world_size
         self.drop_last = last == "drop"
         self.sampler = _Samples(self)

@@ -134,6 +134,7 @@ class Loader:
             world_size=world_size,
             last=self.options.last,
         )
+        self.batches.require_batches()
         self.maker = BatchMaker(
             self.pack,
             self.options,

@@ -88,6 +88,15 @@ class RankBatches:
                 why="each rank takes an equal part of every global batch",
                 fix=f"Make global_batch_size a multiple of {self.world_size}",
             )
+
+    def count(self, position: int = 0) -> int:
+        """Return how many batches this rank has from `position` to the end of the epoch."""
+        full, rest = divmod(self.sample_count - position, self.global_batch_size)
+        has_last = {"pad": rest > 0, "drop": False, "join": rest > self.rank}
+        return full + has_last[self.last]
+
+    def require_batches(self) -> None:
+        """Raise UsageError if no rank has a batch in any epoch: a loop would do nothing."""
         if self.sample_count < (self.global_batch_size if self.last == "drop" else 1):
             raise UsageError(
                 f"an epoch of {self.sample_count} samples has no batch",
@@ -97,12 +106,6 @@ class RankBatches:
                 if self.sample_count
                 else "Pack some samples",
             )
-
-    def count(self, position: int = 0) -> int:
-        """Return how many batches this rank has from `position` to the end of the epoch."""
-        full, rest = divmod(self.sample_count - position, self.global_batch_size)
-        has_last = {"pad": rest > 0, "drop": False, "join": rest > self.rank}
-        return full + has_last[self.last]
 
     def at_once(self, ranks: int = 1) -> int:
         """Return of how many batches to compute the samples of `ranks` ranks by one call.
