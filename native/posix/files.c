@@ -101,12 +101,12 @@ static void close_outputs(unsigned first, unsigned last) {
    since 2.34. */
 HOOK int close_range(unsigned first, unsigned last, int flags) {
   const unsigned end = last < first_descriptor ? last + 1 : first_descriptor;
-  if (mount_count() == 0 || first > last) return (int)syscall(SYS_close_range, first, last, flags);
+  if (mount_count() == 0 || first > last) return (int)REAL(syscall)(SYS_close_range, first, last, flags);
   if (((unsigned)flags & CLOSE_RANGE_CLOEXEC) == 0) close_outputs(first, last);
   for (unsigned begin = first; begin < end;) {
     const int skipped = next_hidden((int)begin);
     const unsigned stop = skipped < 0 || (unsigned)skipped > end ? end : (unsigned)skipped;
-    if (begin < stop && syscall(SYS_close_range, begin, stop - 1, flags) != 0) return -1;
+    if (begin < stop && REAL(syscall)(SYS_close_range, begin, stop - 1, flags) != 0) return -1;
     begin = stop + 1;
   }
   close_ours(first, last, ((unsigned)flags & CLOSE_RANGE_CLOEXEC) != 0);

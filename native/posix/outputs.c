@@ -108,7 +108,7 @@ static int close_quietly(int descriptor, int problem) {
 }
 
 static int kernel_stat(const char* path, struct stat* to) {
-  return (int)syscall(SYS_newfstatat, AT_FDCWD, path, to, 0);
+  return (int)REAL(syscall)(SYS_newfstatat, AT_FDCWD, path, to, 0);
 }
 
 
@@ -280,7 +280,7 @@ static bool remove_stale(const char* path) {
   if (descriptor < 0) return errno == ENOENT;
   bool is_gone = false;
   if (REAL(flock)(descriptor, LOCK_EX | LOCK_NB) == 0 &&
-      syscall(SYS_fstat, descriptor, &opened) == 0) {
+      REAL(syscall)(SYS_fstat, descriptor, &opened) == 0) {
     is_gone = kernel_stat(path, &named) != 0 || named.st_ino != opened.st_ino ||
               REAL(unlink)(path) == 0;
   }
@@ -296,7 +296,7 @@ static int claim(const char* path, int flags, mode_t mode) {
       struct stat status;
       /* Between the two calls, it looked stale. */
       const bool is_ours = REAL(flock)(descriptor, LOCK_EX | LOCK_NB) == 0 &&
-                           syscall(SYS_fstat, descriptor, &status) == 0 && status.st_nlink > 0;
+                           REAL(syscall)(SYS_fstat, descriptor, &status) == 0 && status.st_nlink > 0;
       if (is_ours) {
         note(descriptor, OPENED_HERE, status.st_ino);
         return descriptor;
@@ -360,7 +360,7 @@ static int open_published(const char* path, int flags) {
   if (descriptor < 0) return -1;
   struct stat status;
   if ((flags & O_DIRECTORY) != 0 ||
-      (syscall(SYS_fstat, descriptor, &status) == 0 && S_ISDIR(status.st_mode))) {
+      (REAL(syscall)(SYS_fstat, descriptor, &status) == 0 && S_ISDIR(status.st_mode))) {
     note_output_folder(descriptor);
   }
   return descriptor;
@@ -503,7 +503,7 @@ static int publish(int descriptor, OutputRole role, unsigned forks_before) {
   struct stat status;
   if (!path_of(descriptor, hidden) || !published_path(hidden, path)) return 0;
   Mount* mount = output_of(hidden);
-  if (mount == NULL || syscall(SYS_fstat, descriptor, &status) != 0 || status.st_nlink == 0) return 0;
+  if (mount == NULL || REAL(syscall)(SYS_fstat, descriptor, &status) != 0 || status.st_nlink == 0) return 0;
   if ((role == INHERITED || forks_before != atomic_load(&forks)) && is_left_to_another(hidden, role)) {
     return 0;
   }
@@ -603,7 +603,7 @@ static void find_inherited(void) {
     struct stat status;
     const int descriptor = atoi(entry->d_name);
     if (entry->d_name[0] == '.' || descriptor == REAL(dirfd)(directory) || !path_of(descriptor, path)) continue;
-    if (output_visible_path(path, published) != 0 || syscall(SYS_fstat, descriptor, &status) != 0) continue;
+    if (output_visible_path(path, published) != 0 || REAL(syscall)(SYS_fstat, descriptor, &status) != 0) continue;
     if (S_ISDIR(status.st_mode)) note_output_folder(descriptor);
     if (S_ISREG(status.st_mode) && published_path(path, published)) note(descriptor, INHERITED, status.st_ino);
   }

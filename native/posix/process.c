@@ -231,18 +231,76 @@ static int program_copy(const Place* place, char link[40]) {
   return kernel;
 }
 
+/* The interpreter that a script's first line names, and its one argument or NULL. */
+typedef struct {
+  char line[256];
+  char* interpreter;
+  char* argument;
+} Script;
+
+/* Whether a program in a mount is a script. The kernel would give its interpreter the path of a copy: `$0`,
+   and what a script finds beside itself, are of the mount. */
+static bool is_script(const Place* place, Script* script) {
+  PackEntry entry;
+  PackStatus status;
+  if (find_entry(place, &entry, &status) != 0 || entry.kind == PACK_FOLDER) return false;
+  if ((status.mode & 0111) == 0) return false; /* program_copy says so */
+  const int number = new_descriptor(place->mount, entry, &status, O_CLOEXEC);
+  OpenFile* file = number < 0 ? NULL : acquire(number);
+  if (file == NULL) return false;
+  const ssize_t count = read_file(file, script->line, sizeof script->line - 1, 0);
+  release(file);
+  close(number);
+  if (count < 2 || script->line[0] != '#' || script->line[1] != '!') return false;
+  script->line[count] = '\0';
+  char* end = strchr(script->line, '\n');
+  if (end == NULL) return false; /* as the kernel has it: too long a line names nothing */
+  while (end > script->line + 2 && (end[-1] == ' ' || end[-1] == '\t')) --end;
+  *end = '\0';
+  script->interpreter = script->line + 2 + strspn(script->line + 2, " \t");
+  script->argument = script->interpreter + strcspn(script->interpreter, " \t");
+  if (*script->argument == '\0') {
+    script->argument = NULL;
+  } else {
+    *script->argument++ = '\0';
+    script->argument += strspn(script->argument, " \t");
+  }
+  return *script->interpreter != '\0';
+}
+
+/* The arguments of a script's interpreter, in `words`, which has three more places than `arguments`. */
+static void interpreter_words(const Script* script, const char* path, char* const* arguments,
+                              char** words) {
+  *words++ = script->interpreter;
+  if (script->argument != NULL) *words++ = script->argument;
+  *words++ = (char*)path;
+  if (arguments != NULL && arguments[0] != NULL) {
+    while (*++arguments != NULL) *words++ = *arguments;
+  }
+  *words = NULL;
+}
+
 static void close_again(int descriptor) {
   const int before = errno;
   if (descriptor >= 0) REAL(close)(descriptor);
   errno = before;
 }
 
-HOOK int execve(const char* path, char* const* arguments, char* const* variables) {
-  if (mount_count() == 0) return REAL(execve)(path, arguments, variables);
+enum { most_interpreters = 4 }; /* of an interpreter that is a script itself, as the kernel has it */
+
+static int execute(const char* path, char* const* arguments, char* const* variables, int depth) {
   Place place;
   char link[40];
   int copy = -1;
+  const char* named = path;
   if (in_mount_here(&path, &place)) {
+    Script script;
+    if (is_script(&place, &script)) {
+      if (depth == most_interpreters) return fail(ELOOP);
+      char* words[count_of(arguments) + 4];
+      interpreter_words(&script, named, arguments, words);
+      return execute(script.interpreter, words, variables, depth + 1);
+    }
     copy = program_copy(&place, link);
     if (copy < 0) return -1;
     path = link;
@@ -253,6 +311,11 @@ HOOK int execve(const char* path, char* const* arguments, char* const* variables
   REAL(execve)(path, arguments, next);
   close_again(copy);
   return -1;
+}
+
+HOOK int execve(const char* path, char* const* arguments, char* const* variables) {
+  if (mount_count() == 0) return REAL(execve)(path, arguments, variables);
+  return execute(path, arguments, variables, 0);
 }
 
 HOOK int fexecve(int descriptor, char* const* arguments, char* const* variables) {
@@ -347,6 +410,8 @@ HOOK int execle(const char* path, const char* first, ...) {
 
 /* --- posix_spawn ------------------------------------------------------------------------------------- */
 
+static _Thread_local int spawn_depth; /* of scripts whose interpreter is a script */
+
 #define SPAWN_HOOK(function)                                                                       \
   HOOK int function(pid_t* child, const char* path, const posix_spawn_file_actions_t* actions,     \
                     const posix_spawnattr_t* attributes, char* const* arguments,                   \
@@ -357,7 +422,19 @@ HOOK int execle(const char* path, const char* first, ...) {
     Place place;                                                                                   \
     char link[40];                                                                                 \
     int copy = -1;                                                                                 \
+    const char* named = path;                                                                      \
     if (strchr(path, '/') != NULL && in_mount_here(&path, &place)) {                               \
+      Script script;                                                                               \
+      if (is_script(&place, &script)) {                                                            \
+        char* words[count_of(arguments) + 4];                                                      \
+        interpreter_words(&script, named, arguments, words);                                       \
+        if (spawn_depth == most_interpreters) return ELOOP;                                        \
+        ++spawn_depth;                                                                             \
+        const int result =                                                                         \
+            function(child, script.interpreter, actions, attributes, words, variables);            \
+        --spawn_depth;                                                                             \
+        return result;                                                                             \
+      }                                                                                            \
       copy = program_copy(&place, link);                                                           \
       if (copy < 0) return errno;                                                                  \
       path = link;                                                                                 \

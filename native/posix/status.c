@@ -57,7 +57,7 @@ static int stat_file(OpenFile* file, struct stat* to) {
 
 /* Not REAL(stat) and its like: before glibc 2.33 they are not functions of the library. */
 static int kernel_stat(int folder, const char* path, struct stat* to, int flags) {
-  return (int)syscall(SYS_newfstatat, folder, path, to, flags);
+  return (int)REAL(syscall)(SYS_newfstatat, folder, path, to, flags);
 }
 
 HOOK int stat(const char* path, struct stat* to) {
@@ -74,7 +74,7 @@ HOOK int lstat(const char* path, struct stat* to) {
 HOOK int fstat(int descriptor, struct stat* to) {
   OpenFile* file = acquire(descriptor);
   if (file != NULL) return stat_file(file, to);
-  return (int)syscall(SYS_fstat, descriptor, to);
+  return (int)REAL(syscall)(SYS_fstat, descriptor, to);
 }
 
 /* "" with AT_EMPTY_PATH means the descriptor itself, which may be the working folder's. */

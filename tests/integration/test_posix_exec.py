@@ -12,12 +12,29 @@ from support.mounts import DEADLINE_S, Twins
 
 STATIC = "int main() { return 0; }"
 
+SPAWNS = """
+import os
+words = ["outer", "e"]
+child = os.posix_spawn("/data/bin/outer", words, os.environ)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
 
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory):
     found = Twins(tmp_path_factory.mktemp("exec"))
     (found.plain / "data" / "cat").mkdir(parents=True)
     (found.plain / "data" / "cat" / "1.txt").write_text("meow\n")
+    scripts = {
+        "run.sh": '#!/bin/sh\necho "$0 $*"; . "${0%/*}/lib.sh"',
+        "outer": "#!/data/bin/run.sh -x y \nignored",
+        "self": "#!/data/bin/self",
+        "lib.sh": "echo beside",
+    }
+    (found.plain / "data" / "bin").mkdir()
+    for name, text in scripts.items():
+        (found.plain / "data" / "bin" / name).write_text(f"{text}\n")
+        (found.plain / "data" / "bin" / name).chmod(0o644 if name == "lib.sh" else 0o755)
     found.make_pack()
     return found
 
@@ -41,6 +58,37 @@ def test_it_exits_as_the_program_does(twins):
     words = ("--mount", "pack:/data", "--", "sh", "-c")
     assert store_exec(twins, *words, "test -f /data/cat/1.txt && exit 7").returncode == 7
     assert store_exec(twins, *words, "kill -9 $$").returncode == -9
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["/data/bin/run.sh", "a", "b"], "/data/bin/run.sh a b\nbeside\n"),
+        (["/data/cat/../bin/run.sh"], "/data/bin/run.sh \nbeside\n"),
+        (["sh", "-c", "cd /data/bin && ./run.sh c"], "./run.sh c\nbeside\n"),
+        (["sh", "-c", "/data/bin/outer d"], "/data/bin/run.sh -x y /data/bin/outer d\nbeside\n"),
+        ([sys.executable, "-c", SPAWNS], "/data/bin/run.sh -x y /data/bin/outer e\nbeside\n"),
+    ],
+)
+def test_scripts_of_a_mount_know_their_names(twins, words, said):
+    """They were /proc/self/fd/3, and a program in a mount was none."""
+    done = store_exec(twins, "--mount", "pack:/data", "--", *words)
+    assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["/data/bin/nothing"], 127, "No such file"),
+        (["/data/bin/lib.sh"], 126, "Permission denied"),
+        (["/data/bin/self"], 126, "Too many levels"),
+        ([sys.executable, "-c", SPAWNS.replace("outer", "self")], 1, "Too many levels"),
+    ],
+)
+def test_what_is_no_program_of_a_mount_fails_as_elsewhere(twins, words, code, said):
+    done = store_exec(twins, "--mount", "pack:/data", "--", *words)
+    assert done.returncode == code
+    assert said in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,10 @@ def exec_program(
     """
     from paceline.core.config import environment
     from paceline.store.posix.mounts import parse_mounts, variables
-    from paceline.store.posix.programs import find_program
+    from paceline.store.posix.programs import command_for
 
     parsed = parse_mounts(mounts)
-    path = find_program(program)
+    path, words = command_for([program, *args], parsed)
     added = variables(parsed, environment(), only=only, never=never)
     if dry_run:
         if as_json:
@@ -55,4 +55,4 @@ def exec_program(
             return
         print("\n".join(f"{name}={shlex.quote(value)}" for name, value in added.items()))
         return
-    os.execve(path, [program, *args], {**environment(), **added})
+    os.execve(path, words, {**environment(), **added})

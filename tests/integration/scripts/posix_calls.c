@@ -442,6 +442,46 @@ static void signals_in_the_middle(void) {
   tell("wrong", wrong);
 }
 
+/* As libuv, and so Node.js, asks for statx; others have calls of their own for what their C library lacked. */
+static void system_calls(void) {
+  struct statx wide = {0};
+  struct stat found = {0};
+  char bytes[64] = "";
+  tell("statx", syscall(SYS_statx, AT_FDCWD, in("big"), 0, STATX_SIZE, &wide));
+  say(" of %ld", (long)wide.stx_size);
+  tell("statx", syscall(SYS_statx, AT_FDCWD, in("nothing"), 0, STATX_SIZE, &wide));
+  tell("newfstatat", syscall(SYS_newfstatat, AT_FDCWD, in("a"), &found, 0));
+  say(" mode %o", found.st_mode & S_IFMT);
+  tell("faccessat", syscall(SYS_faccessat, AT_FDCWD, in("run.sh"), X_OK));
+  tell("faccessat", syscall(SYS_faccessat, AT_FDCWD, in("nothing"), R_OK));
+  tell("readlinkat", syscall(SYS_readlinkat, AT_FDCWD, in("big"), bytes, sizeof bytes));
+  const long file = syscall(SYS_openat, AT_FDCWD, in("a/t.txt"), O_RDONLY);
+  tell("read", syscall(SYS_read, file, bytes, 5));
+  tell("lseek", syscall(SYS_lseek, file, 1, SEEK_CUR));
+  tell("read", syscall(SYS_read, file, bytes + 5, 20));
+  tell("pread64", syscall(SYS_pread64, file, bytes + 11, 5, 0));
+  say(" '%s'", bytes);
+  tell("fstat", syscall(SYS_fstat, file, &found));
+  say(" of %ld", (long)found.st_size);
+  void* mapped = (void*)syscall(SYS_mmap, NULL, 12, PROT_READ, MAP_PRIVATE, file, 0);
+  say(" mapped %d", mapped != MAP_FAILED && memcmp(mapped, "hello", 5) == 0);
+  tell("close", syscall(SYS_close, file));
+  tell("read", syscall(SYS_read, file, bytes, 5));
+  const long folder = syscall(SYS_openat, AT_FDCWD, in("a"), O_RDONLY | O_DIRECTORY);
+  char entries[4096];
+  say(" entries %d", syscall(SYS_getdents64, folder, entries, sizeof entries) > 0);
+  tell("own", syscall(SYS_getpid) == getpid());
+  const pid_t child = fork();
+  if (child == 0) {
+    char* words[] = {"run.sh", NULL};
+    syscall(SYS_execve, in("run.sh"), words, environ);
+    _exit(9);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  say(" exit %d", WEXITSTATUS(status));
+}
+
 /* --- the probes ------------------------------------------------------------------------------------------- */
 
 #define PROBE(function) {#function, function}
@@ -467,6 +507,7 @@ static const struct {
     PROBE(an_orphan_in_the_folder),
     PROBE(forks_beside_threads),
     PROBE(signals_in_the_middle),
+    PROBE(system_calls),
 };
 
 static void run(size_t i) {

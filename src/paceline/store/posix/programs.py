@@ -11,8 +11,14 @@ import shutil
 import stat
 import struct
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import NotFound, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.store.posix.mounts import PackMount
 
 _ELF = b"\x7fELF"
 _INTERPRETER = 3  # PT_INTERP of a program header: the loader's path
@@ -23,20 +29,31 @@ _FIX = (
 )
 
 
-def find_program(name: str) -> str:
-    """Return the path of a program that a mount can be given to.
+def command_for(words: Sequence[str], mounts: Sequence[PackMount]) -> tuple[str, list[str]]:
+    """Return what to execute so that a program sees mounts, and its arguments.
 
-    Of a script, its interpreter is checked.
+    Of a script, its interpreter is checked. A program in a mount is started by `env`, which sees
+    the mounts, as this process does not.
+
+    Args:
+        words: the program, as a user names it, and its arguments.
+        mounts: what it will see.
 
     Raises:
         NotFound: there is no such program.
         UsageError: it is static or setuid.
     """
+    name = words[0]
+    if "/" in name:
+        path = os.path.abspath(name)  # noqa: PTH100  # Path.absolute keeps ".."
+        if any(path.startswith(f"{mount.point}/") for mount in mounts):
+            starter, _ = command_for(["env"], ())
+            return starter, ["env", path, *words[1:]]
     found = shutil.which(name)
     if found is None:
         raise NotFound(f"no program {name!r}", fix="Give its path, or a name that is on PATH")
     _check(Path(found))
-    return found
+    return found, list(words)
 
 
 def _check(path: Path) -> None:
