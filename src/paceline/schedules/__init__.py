@@ -1,8 +1,9 @@
 """Collective algorithms as plain data: who sends which chunks to whom, and in which order.
 
 Generators are pure functions to a `Schedule`; `check` proves that it performs its operation;
-`schedule_s` predicts how long it takes on a Machine; `paceline.collectives.executor` runs it. All
-read the same data, so prediction and execution cannot differ in what is sent.
+`schedule_s` predicts how long it takes on a Machine; `paceline.collectives.executor` runs it, for
+those who try an algorithm. All read the same data, so prediction and execution cannot differ in
+what is sent. The backend of torch.distributed has algorithms of its own, in C++.
 
     generator                                  operations
     ring, halving_doubling                     all_reduce, reduce_scatter, all_gather
