@@ -93,8 +93,30 @@ class TestAttempts:
         begin(queue, 1.0, submit("long", 2, work=1000))
         queue.handle([submit("short", 2, work=1)], 2.0)
         queue.handle([Exited("long", 1, Exit(code=code))], 3.0)
+        assert queue.state.job("long").job.preemptible is (code != -10)
         turn = queue.handle([Exited("short", 1, Exit(code=0))], 4.0)
         assert [(start.job, start.number) for start in turn.starts] == [("long", 2)]
+
+    @pytest.mark.parametrize("ended", [Exit(code=-10), Exit(code=138), Exit(code=-9, killed=True)])
+    @pytest.mark.parametrize("policy", ["srtf", "paceline", "las"])
+    def test_what_its_preemption_kills_is_not_preempted_again(self, policy, ended):
+        """Five jobs of a second each killed one of 100 s."""
+        queue = make_queue(setup_of(policy))
+        begin(queue, 1.0, submit("long", 2, work=1000))
+        queue.entries["long"].wanted = None
+        queue.handle([], 2.0)  # whatever the policy: it is asked to stop
+        queue.handle([submit("short", 2, work=1), Exited("long", 1, ended)], 3.0)
+        job = queue.state.job("long")
+        assert (job.job.preemptible, job.work_done) == (False, 0.0)
+        at_s = 4.0
+        while queue.entries["long"].attempt is None:  # others first, if they were there first
+            running = next(entry for entry in queue.active if entry.attempt)
+            queue.handle([Exited(running.name, running.starts, Exit(code=0))], at_s)
+            at_s += 1.0
+        queue.handle([Began("long", 2)], at_s)
+        turn = queue.handle([submit("later", 1, work=1)], at_s + 200.0)
+        assert turn.stops == []
+        assert "It is not preempted again: asked to stop, it did" in queue.why("long", at_s)
 
     def test_a_signal_waits_until_the_process_can_hear_it(self):
         queue = make_queue(setup_of())

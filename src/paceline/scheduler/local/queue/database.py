@@ -99,6 +99,7 @@ _STORED = (
     "status",
     "starts",
     "own_stops",
+    "lost_by_stop",
     "failed_starts",
     "retry_s",
     "submitted_s",

@@ -134,6 +134,16 @@ class JobQueue:
             NotFound: there is no such job.
         """
         entry = self.entry(name)
+        text = self._why(entry, now_s)
+        if entry.ended or not entry.lost_by_stop:
+            return text
+        return (
+            f"{text} It is not preempted again: asked to stop, it did not end with exit code "
+            f"{TRY_AGAIN} ({entry.lost_by_stop}), so that it began anew."
+        )
+
+    def _why(self, entry: Entry, now_s: float) -> str:
+        name = entry.name
         if entry.ended or entry.attempt is not None:
             where = f" on {entry.attempt.placement.describe()}" if entry.attempt else ""
             reason = f": {entry.reason}" if entry.reason else ""
@@ -204,7 +214,7 @@ class JobQueue:
                 turn.changed[entry.name] = None
                 turn.notes.append(f"{entry.name}: waits" + _because(entry.reason))
                 continue
-            turn.events.append(Submitted(at_s=now_s, job=entry.submission.job))
+            turn.events.append(Submitted(at_s=now_s, job=entry.job))
         if turn.events:
             turn.decisions = self._decide(turn.events, turn)
         self._pursue(turn)
@@ -291,7 +301,7 @@ class JobQueue:
             if entry.retry_s is not None and entry.retry_s <= self.now_s:
                 entry.retry_s = None
                 turn.changed[entry.name] = None
-                yield Submitted(at_s=self.now_s, job=entry.submission.job)
+                yield Submitted(at_s=self.now_s, job=entry.job)
         if policy_s is not None and policy_s <= self.now_s:
             yield Timer(at_s=self.now_s)
 
@@ -430,6 +440,8 @@ class JobQueue:
             # Whatever it ended with: nobody knows what it would have come to without the stop.
             entry.reason = f"{entry.reason}; {how}"
             self._wait(entry, turn)
+            if _is_lost(ended, entry.submission.signal_number):
+                yield from self._leave_alone(entry, how)
         elif ended.passing:
             yield from self._put_off(entry, ended, turn)
         elif ended.code in (TRY_AGAIN, None) and not ended.error:
@@ -449,6 +461,19 @@ class JobQueue:
             entry.exit_code = ended.code
             entry.reason = f"{how}\n{ended.tail}".strip()
             yield from self._finish(entry, JobStatus.FAILED, turn)
+
+    def _leave_alone(self, entry: Entry, how: str) -> Iterable[Event]:
+        """Do not preempt a job again that its preemption killed: it begins from its start."""
+        if entry.lost_by_stop or not entry.submission.job.preemptible:
+            return
+        entry.lost_by_stop = how
+        if self.state.job(entry.name) is None:
+            return
+        entry.wanted = None
+        entry.work_done = 0.0
+        carried = self.state.carried(entry.name, self.now_s)
+        yield Cancelled(at_s=self.now_s, name=entry.name)
+        yield replace(carried, job=entry.job, placement=None, rate=0.0, work_done=0.0)
 
     def _put_off(self, entry: Entry, ended: Exit, turn: Turn) -> Iterable[Event]:
         """Have a job wait that could not be started; the policy forgets it for so long."""
@@ -540,6 +565,11 @@ class JobQueue:
                 for device in part.devices
             )
         ]
+
+
+def _is_lost(ended: Exit, stop_signal: int) -> bool:
+    """Whether a job that was asked to stop was killed by that; a shell adds 128 to the signal."""
+    return ended.killed or ended.code in (-stop_signal, 128 + stop_signal)
 
 
 def _indices(holder: Placement) -> set[int]:

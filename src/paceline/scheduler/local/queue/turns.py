@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from paceline.scheduler.decide import Decision
 from paceline.scheduler.events import Event
 from paceline.scheduler.local.jobs.records import ENDED, Attempt, Exit, JobStatus, JobView
 from paceline.scheduler.local.jobs.submission import Submission
 from paceline.scheduler.placement import Placement
+
+if TYPE_CHECKING:
+    from paceline.scheduler.job import Job
 
 
 class Submit(NamedTuple):
@@ -78,6 +81,8 @@ class Entry:
         attempt: its live attempt; None if no process of it may exist.
         starts: number of its last attempt.
         own_stops: how often it stopped although nobody asked it to.
+        lost_by_stop: how its preemption ended it, in words, if it did not save its state: it is not
+            preempted again; else empty.
         failed_starts: how often in a row it could not be started.
         retry_s: when it is tried again, if it waits for that; the policy does not know it then.
         submitted_s, began_s, ended_s: seconds since the queue's first moment.
@@ -94,6 +99,7 @@ class Entry:
     attempt: Attempt | None = None
     starts: int = 0
     own_stops: int = 0
+    lost_by_stop: str = ""
     failed_starts: int = 0
     retry_s: float | None = None
     submitted_s: float = 0.0
@@ -110,6 +116,13 @@ class Entry:
     def name(self) -> str:
         """Name of the job."""
         return self.submission.job.name
+
+    @property
+    def job(self) -> Job:
+        """The job as the policy sees it."""
+        if not self.lost_by_stop:
+            return self.submission.job
+        return replace(self.submission.job, preemptible=False)
 
     @property
     def ended(self) -> bool:
