@@ -36,6 +36,31 @@ def write(tmp_path):
     return write_file
 
 
+@pytest.mark.parametrize("name", ["csv", "philly", "muri"])
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_a_table_as_a_spreadsheet_writes_it_is_read(write, name, separator):
+    """With a byte order mark, and what separates fields where the comma is a decimal one."""
+    plain = read_queue(write(TRACES[name]))
+    text = TRACES[name].replace(",", separator)
+    path = write("\ufeff" + text, "spreadsheet")
+    assert detect_format(path) == name
+    assert read_queue(path).jobs == plain.jobs
+
+
+def test_jobs_of_no_time_are_left_out_and_counted(write):
+    own = write("name,devices,duration_s\na,1,0\nb,2,5\nc,1,0\n")
+    queue = read_queue(own)
+    assert [job.name for job in queue.jobs] == ["b"]
+    assert queue.notes == ("left out: 2 jobs of 0 s",)
+    lines = queues.PHILLY.splitlines()
+    column = lines[0].split(",").index("duration")
+    fields = lines[1].split(",")
+    fields[column] = "0"
+    queue = read_queue(write("\n".join([*lines, ",".join(fields)]), "philly"))
+    assert len(queue.jobs) == len(lines) - 1
+    assert queue.notes == ("left out: 1 job of 0 s",)
+
+
 @pytest.mark.parametrize("name", TRACES)
 def test_a_format_is_told_by_its_first_line(write, name):
     path = write(TRACES[name])
@@ -183,7 +208,7 @@ WRONG = {
         ("66.0,1,66.0", "soon,1,66.0", "line 2, duration"),
         ("07:01:55", "25:01:55", "line 2, timestamp"),
         ("64.0,2,128.0", "64.0,1.5,128.0", "line 3, num_gpus"),
-        ("64.0,2,128.0", "0,2,0", "line 3, duration"),
+        ("64.0,2,128.0", "-1,2,0", "line 3, duration"),
         ("64.0,2,128.0,", "64.0,2,", "line 3"),
     ],
     "muri": [

@@ -314,7 +314,7 @@ def sync_folder(path: Path) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Return the UTF-8 text of a file that the user named.
+    """Return the UTF-8 text of a file that the user named, without a byte order mark.
 
     Raises:
         NotFound: there is no such file.
@@ -323,7 +323,7 @@ def read_text(path: Path) -> str:
     """
     with storage_errors("cannot read", where=path, fix="Check that it is a file you may read"):
         try:
-            return path.read_text(encoding="utf-8")
+            return path.read_text(encoding="utf-8-sig")
         except FileNotFoundError:
             raise NotFound("no such file", where=str(path), fix="Check the path") from None
         except UnicodeDecodeError as problem:

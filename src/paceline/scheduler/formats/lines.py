@@ -113,7 +113,8 @@ def read_table(
 ) -> Iterator[Row]:
     """Yield the lines of a table whose first line names its columns.
 
-    Blank lines, and lines that begin with ``#``, are no lines of the table.
+    Blank lines, and lines that begin with ``#``, are no lines of the table. Where a header has no
+    comma, semicolons or tabs separate its fields, as spreadsheets write them.
 
     Args:
         path: of the file.
@@ -128,8 +129,10 @@ def read_table(
     """
     header: list[str] | None = None
     # Comments are blanked and not removed: the reader counts the lines for the errors.
-    lines = ("" if t.lstrip().startswith("#") else t for t in read_text(path).splitlines())
-    reader = csv.reader(lines, delimiter=separator)
+    texts = read_text(path).splitlines()
+    lines = ["" if text.lstrip().startswith("#") else text for text in texts]
+    first = next((text for text in lines if text.strip()), "")
+    reader = csv.reader(lines, delimiter=separator_of(first, separator))
     for cells in reader:
         if not any(cell.strip() for cell in cells):
             continue
@@ -148,6 +151,17 @@ def read_table(
             yield Row(dict(zip(header, fields, strict=True)), where)
     if header is None:
         raise CorruptData("an empty file", where=str(path), fix="Give a file with a header line")
+
+
+def separator_of(header: str, usual: str) -> str:
+    """Return what separates the fields of a header: `usual`, or what a spreadsheet has for a comma.
+
+    >>> separator_of("name;work", ","), separator_of("name", ",")
+    (';', ',')
+    """
+    if usual != "," or "," in header:
+        return usual
+    return next((other for other in ";\t" if other in header), usual)
 
 
 def _check_header(

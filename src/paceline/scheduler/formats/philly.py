@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import CorruptData
+from paceline.report.units import plural
 from paceline.scheduler.formats.lines import moment_s, read_table
 from paceline.scheduler.formats.workload import Queue
 from paceline.scheduler.job import Job
@@ -30,13 +30,12 @@ def read_philly(path: Path) -> Queue:
         NotFound: there is no such file.
         CorruptData: a line cannot be read; the message names file, line and field.
     """
-    starts_s, jobs = [], []
+    starts_s, jobs, left_out = [], [], 0
     for row in read_table(path, required=COLUMNS):
         work = row.number("duration")
         if not work > 0:
-            raise CorruptData(
-                "a job of 0 s", where=row.where("duration"), fix="Remove the line, or correct it"
-            )
+            left_out += 1
+            continue
         starts_s.append(moment_s(row.fields["timestamp"], row.where("timestamp")))
         jobs.append((row.whole("num_gpus", least=1), work, row.fields.get("cluster", "")))
     first_s = min(starts_s, default=0.0)
@@ -44,4 +43,5 @@ def read_philly(path: Path) -> Queue:
         Job(name=f"{i}", submitted_s=at_s - first_s, devices=devices, work=work, tenant=tenant)
         for i, (at_s, (devices, work, tenant)) in enumerate(zip(starts_s, jobs, strict=True))
     ]
-    return Queue(tuple(sorted(read, key=lambda job: job.submitted_s)), RateModel({}))
+    notes = (f"left out: {plural(left_out, 'job')} of 0 s",) if left_out else ()
+    return Queue(tuple(sorted(read, key=lambda job: job.submitted_s)), RateModel({}), notes)

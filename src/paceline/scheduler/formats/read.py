@@ -15,6 +15,7 @@ from paceline.core.errors import NotFound, UsageError
 from paceline.core.files import read_text
 from paceline.core.record import nearest
 from paceline.scheduler.formats import adaptdl, gavel, muri, philly
+from paceline.scheduler.formats.lines import separator_of
 from paceline.scheduler.formats.queue_csv import read_jobs
 from paceline.scheduler.formats.sacct import read_sacct
 from paceline.scheduler.formats.workload import Queue
@@ -136,7 +137,8 @@ def detect_format(path: Path) -> str:
 
 
 def _looks_like(candidate: Format, first: str) -> bool:
-    fields = [field.strip() for field in first.split(candidate.separator)]
+    separator = separator_of(first, candidate.separator)
+    fields = [field.strip() for field in first.split(separator)]
     if candidate.columns:
         return set(candidate.columns) <= set(fields)
     return len(fields) in (7, 10)
