@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from paceline.cli.streams import terminal
 from paceline.core.config import parse_size
 from paceline.core.errors import ConfigError, Interrupted
 from paceline.report.units import format_bytes, format_rate, plural
@@ -288,7 +289,7 @@ def _progress(clock: Clock) -> Iterator[Callable[[PackProgress], None]]:
         Speed(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=Console(file=terminal()), transient=True) as bar:
         task = bar.add_task("pack", samples="", total=None)
         shown_s = clock.now_s() - 1
 

@@ -13,6 +13,7 @@ import click
 from paceline.cli.store_exec import exec_program
 from paceline.cli.store_mount import mount_pack, unmount_pack
 from paceline.cli.store_nodes import fit_nodes, node_status
+from paceline.cli.streams import terminal
 from paceline.report.units import format_bytes, format_rate, plural
 
 if TYPE_CHECKING:
@@ -461,7 +462,7 @@ def _progress(did: str, what: str) -> Callable[[int, int], None] | None:
 
     def show(done: int, total: int) -> None:
         end = "\n" if done == total else ""
-        print(f"\r{did} {done:,} of {total:,} {what}", end=end, file=sys.stderr, flush=True)
+        print(f"\r{did} {done:,} of {total:,} {what}", end=end, file=terminal(), flush=True)
 
     return show
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import click
 
+from paceline.cli.streams import terminal
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -192,7 +194,7 @@ def _progress() -> Callable[[str], None] | None:
 
 
 def _show(line: str) -> None:
-    click.echo(f"\r\x1b[K{line}", nl=False, err=True)
+    click.echo(f"\r\x1b[K{line}", nl=False, file=terminal())
 
 
 def _end(report: _Report, lines: Sequence[str], *, as_json: bool) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from paceline.cli.output import warn
+from paceline.cli.streams import terminal
 from paceline.cli.which_run import chosen_run, run_argument
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def _rank_progress(ranks: int) -> Iterator[Callable[[int], None]]:
         from rich.console import Console
         from rich.progress import Progress
 
-        with Progress(console=Console(stderr=True), transient=True) as bar:
+        with Progress(console=Console(file=terminal()), transient=True) as bar:
             task = bar.add_task("exporting ranks", total=ranks)
             yield lambda done: bar.update(task, completed=done)
         return

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from paceline.cli.streams import terminal
+
 if TYPE_CHECKING:
     from paceline.federated.ledger import ExpectedBlock, Ledger, LedgerReport
     from paceline.federated.ledger.statement import LedgerStatement
@@ -61,7 +63,7 @@ def verify(
             on_progress=_show if shows else None,
         )
     if shows:
-        click.echo("\r\x1b[K", nl=False, err=True)
+        click.echo("\r\x1b[K", nl=False, file=terminal())
     if as_json:
         click.echo(report.to_text(), nl=False)
     else:
@@ -143,7 +145,7 @@ def _warn_of_damage(opened: Ledger) -> None:
 
 
 def _show(done: int, blocks: int) -> None:
-    click.echo(f"\r\x1b[Kblock {done:,} of {blocks:,}", nl=False, err=True)
+    click.echo(f"\r\x1b[Kblock {done:,} of {blocks:,}", nl=False, file=terminal())
 
 
 def _is_hexadecimal(text: str) -> bool:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import click
 
+from paceline.cli.streams import terminal
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -42,7 +44,7 @@ def shown_progress(
     from rich.progress import TimeRemainingColumn as TimeLeft
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeLeft())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=Console(file=terminal()), transient=True) as bar:
         task = bar.add_task("jobs", total=jobs * len(policies))
 
         def of_policy(index: int) -> Callable[[_Simulation], None]:
