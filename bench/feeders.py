@@ -1,4 +1,4 @@
-"""Is each sample delivered exactly once, whoever shares the batches out?
+"""Does each framework deliver each sample exactly once, from each feeder?
 
     python bench/feeders.py --json [--quick] [--only FRAMEWORK ...]
 

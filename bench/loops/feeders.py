@@ -150,7 +150,7 @@ def main():
                 seen = globals()[f"with_{framework}"](pack, feeder, workers)
             except PacelineError as error:
                 seen = f"refused: {error}"
-            except Exception as error:
+            except Exception as error:  # whatever a framework raises: the cell has failed by it
                 seen = f"{type(error).__name__}: {error}"
             cells[f"{feeder}, {workers} workers"] = seen
     out = Path(os.environ["LOOP_OUT"]) / f"feeders-{RANK}.json"

@@ -13,7 +13,6 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-
 /* The architecture's calls of the first Linux, which newer architectures do not have. */
 static bool call_of_old(long number, const long at[6], long* result) {
   switch (number) {

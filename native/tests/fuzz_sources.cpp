@@ -74,13 +74,15 @@ void use_lmdb(const std::string& path, std::size_t size) {
   ++accepted;
 }
 
-void use_tfrecord(const std::string& path, std::size_t size, bool to_cut = true) {
-  TfRecords records(path, to_cut);
-  for (;;) {
-    const auto block = records.next(50);
-    if (block.offsets.empty()) break;
-    check_extents(block.offsets, block.lengths, size);
-    CHECK(block.checksums.size() == block.offsets.size());
+void use_tfrecord(const std::string& path, std::size_t size) {
+  for (const bool to_cut : {true, false}) {
+    TfRecords records(path, to_cut);
+    for (;;) {
+      const auto block = records.next(50);
+      if (block.offsets.empty()) break;
+      check_extents(block.offsets, block.lengths, size);
+      CHECK(block.checksums.size() == block.offsets.size());
+    }
   }
   ++accepted;
 }

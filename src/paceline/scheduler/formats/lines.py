@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import CorruptData
 from paceline.core.files import read_text
 from paceline.core.record import nearest
+from paceline.report.units import plural
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -151,6 +152,13 @@ def read_table(
             yield Row(dict(zip(header, fields, strict=True)), where)
     if header is None:
         raise CorruptData("an empty file", where=str(path), fix="Give a file with a header line")
+
+
+def left_out_notes(left_out: Mapping[tuple[str, str], int]) -> tuple[str, ...]:
+    """Return a note for each kind of line, a noun and which of them, that is not among the jobs."""
+    return tuple(
+        f"left out: {plural(count, noun)} {which}" for (noun, which), count in left_out.items()
+    )
 
 
 def separator_of(header: str, usual: str) -> str:

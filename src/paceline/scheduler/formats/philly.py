@@ -9,10 +9,10 @@ Workloads, USENIX ATC 2019; github.com/msr-fiddle/philly-traces (CC-BY-4.0).
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
-from paceline.report.units import plural
-from paceline.scheduler.formats.lines import moment_s, read_table
+from paceline.scheduler.formats.lines import left_out_notes, moment_s, read_table
 from paceline.scheduler.formats.workload import Queue
 from paceline.scheduler.job import Job
 from paceline.scheduler.rates.model import RateModel
@@ -30,11 +30,12 @@ def read_philly(path: Path) -> Queue:
         NotFound: there is no such file.
         CorruptData: a line cannot be read; the message names file, line and field.
     """
-    starts_s, jobs, left_out = [], [], 0
+    left_out: Counter[tuple[str, str]] = Counter()
+    starts_s, jobs = [], []
     for row in read_table(path, required=COLUMNS):
         work = row.number("duration")
         if not work > 0:
-            left_out += 1
+            left_out["job", "of 0 s"] += 1
             continue
         starts_s.append(moment_s(row.fields["timestamp"], row.where("timestamp")))
         jobs.append((row.whole("num_gpus", least=1), work, row.fields.get("cluster", "")))
@@ -43,5 +44,8 @@ def read_philly(path: Path) -> Queue:
         Job(name=f"{i}", submitted_s=at_s - first_s, devices=devices, work=work, tenant=tenant)
         for i, (at_s, (devices, work, tenant)) in enumerate(zip(starts_s, jobs, strict=True))
     ]
-    notes = (f"left out: {plural(left_out, 'job')} of 0 s",) if left_out else ()
-    return Queue(tuple(sorted(read, key=lambda job: job.submitted_s)), RateModel({}), notes)
+    return Queue(
+        tuple(sorted(read, key=lambda job: job.submitted_s)),
+        RateModel({}),
+        left_out_notes(left_out),
+    )

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from paceline.core.errors import ConfigError, CorruptData
 from paceline.core.record import nearest
 from paceline.core.scaling_profile import is_profile, read_profile
-from paceline.report.units import plural
-from paceline.scheduler.formats.lines import read_table, whole
+from paceline.scheduler.formats.lines import left_out_notes, read_table, whole
 from paceline.scheduler.formats.workload import Queue
 from paceline.scheduler.job import Job
 from paceline.scheduler.rates.model import Profile, RateModel
@@ -53,10 +53,10 @@ def read_jobs(path: Path, rates: Path | None = None) -> Queue:
     """
     profiles = read_rates(rates) if rates is not None else {}
     jobs: dict[str, Job] = {}
-    left_out = 0
+    left_out: Counter[tuple[str, str]] = Counter()
     for row in read_table(path, required=("name",), known=COLUMNS):
         if row.fields.get(DURATION) and row.number(DURATION) == 0.0:
-            left_out += 1
+            left_out["job", "of 0 s"] += 1
             continue
         job = _job(row, profiles)
         if job.name in jobs:
@@ -67,8 +67,7 @@ def read_jobs(path: Path, rates: Path | None = None) -> Queue:
             )
         jobs[job.name] = job
     ordered = sorted(jobs.values(), key=lambda job: job.submitted_s)
-    notes = (f"left out: {plural(left_out, 'job')} of 0 s",) if left_out else ()
-    return Queue(tuple(ordered), RateModel(profiles), notes)
+    return Queue(tuple(ordered), RateModel(profiles), left_out_notes(left_out))
 
 
 def read_rates(path: Path) -> dict[str, Profile]:

@@ -18,8 +18,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.errors import CorruptData
-from paceline.report.units import plural
-from paceline.scheduler.formats.lines import moment_s, number, read_table
+from paceline.scheduler.formats.lines import left_out_notes, moment_s, number, read_table
 from paceline.scheduler.formats.workload import Queue
 from paceline.scheduler.job import Job
 from paceline.scheduler.rates.model import RateModel
@@ -93,9 +92,7 @@ def read_sacct(path: Path) -> Queue:
                 tenant=row.fields.get("Account") or row.fields.get("User", ""),
             )
         )
-    notes = tuple(
-        f"left out: {plural(count, noun)} {which}" for (noun, which), count in left_out.items()
-    )
+    notes = left_out_notes(left_out)
     return Queue(tuple(sorted(jobs, key=lambda job: job.submitted_s)), RateModel({}), notes)
 
 

@@ -370,26 +370,25 @@ class BatchMaker:
             shown = np.empty((*output_size(self.crop.size), 3), np.uint8) if out is None else out
             self.decoder.decode_crop(body, self.crop, making.draws[index], shown)
             return shown
-        except MemoryExceeded as large:
-            failure: CorruptData | MemoryExceeded = MemoryExceeded(
-                f"{self._named(int(making.numbers[index]))} is {large.what}",
-                where=str(self.pack.path),
-                why=large.why,
-                fix=large.fix,
-            )
-            if self.options.on_corrupt == "raise":
-                raise failure from large
         except Exception as error:
-            failure = CorruptData(
-                f"cannot decode {self._named(int(making.numbers[index]))}",
-                where=str(self.pack.path),
-                why=f"{type(error).__name__}: {error}",
-                fix="Pack it again from a good copy, or skip such samples: on_corrupt='skip'",
-            )
+            failure = self._failure(int(making.numbers[index]), error)
             if self.options.on_corrupt == "raise":
                 raise failure from error
-        making.failures[index] = failure
-        return None
+            making.failures[index] = failure
+            return None
+
+    def _failure(self, number: int, error: Exception) -> CorruptData | MemoryExceeded:
+        """Return the error for a sample that cannot be decoded."""
+        where = str(self.pack.path)
+        if isinstance(error, MemoryExceeded):
+            what = f"{self._named(number)} is {error.what}"
+            return MemoryExceeded(what, where=where, why=error.why, fix=error.fix)
+        return CorruptData(
+            f"cannot decode {self._named(number)}",
+            where=where,
+            why=f"{type(error).__name__}: {error}",
+            fix="Pack it again from a good copy, or skip such samples: on_corrupt='skip'",
+        )
 
     def _without_failures(self, making: _Making) -> list[int]:
         """Leave out the samples that could not be decoded; return the indices of the others."""

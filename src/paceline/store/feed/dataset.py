@@ -15,10 +15,9 @@ import torch.utils.data
 from paceline.core.errors import UsageError
 from paceline.store.feed.sampler import (
     LastBatch,
-    RankBatches,
+    batches_of,
     load_state,
     order_of,
-    resolve_rank,
     save_state,
 )
 from paceline.store.in_place.opening import open_pack
@@ -141,16 +140,8 @@ class PackSampler(torch.utils.data.BatchSampler):  # type: ignore[misc]  # untyp
         self.order = order_of(self.pack, order)
         if sampler is not None and rank is None and world_size is None:
             rank, world_size = _ranks_of(sampler)
-        rank, world_size = resolve_rank(rank, world_size)
-        self.batches = RankBatches(
-            sample_count=len(self.pack),
-            global_batch_size=global_batch_size,
-            rank=rank,
-            world_size=world_size,
-            last=last,
-        )
-        self.batches.require_batches()
-        self.batch_size = global_batch_size // world_size
+        self.batches = batches_of(self.pack, global_batch_size, rank, world_size, last)
+        self.batch_size = global_batch_size // self.batches.world_size
         self.drop_last = last == "drop"
         self.sampler = _Samples(self)
         self._start = 0

@@ -38,7 +38,7 @@ from paceline.store.feed.order import SampleOrder
 from paceline.store.feed.paced_workers import is_paced, pace
 from paceline.store.feed.pacing import Pacer
 from paceline.store.feed.phases import PHASES
-from paceline.store.feed.sampler import RankBatches, load_state, resolve_rank, save_state
+from paceline.store.feed.sampler import batches_of, load_state, save_state
 from paceline.store.feed.tasks import (
     BatchTask,
     coming_samples,
@@ -126,15 +126,7 @@ class Loader:
             block_samples=self.options.block_samples,
             window_blocks=self.options.window_blocks,
         )
-        rank, world_size = resolve_rank(rank, world_size)
-        self.batches = RankBatches(
-            sample_count=len(self.pack),
-            global_batch_size=global_batch_size,
-            rank=rank,
-            world_size=world_size,
-            last=self.options.last,
-        )
-        self.batches.require_batches()
+        self.batches = batches_of(self.pack, global_batch_size, rank, world_size, self.options.last)
         self.maker = BatchMaker(
             self.pack,
             self.options,
@@ -142,7 +134,7 @@ class Loader:
             collate,
             # A DataLoader pins what its processes send, by a thread of its own.
             pin=self.options.worker_kind == "thread" and pins_memory(self.options),
-            ranks=world_size,
+            ranks=self.batches.world_size,
         )
         self.part_of_batch: Callable[[], tuple[int, int] | None] | None = None
         self._node: NodeClient | None = None

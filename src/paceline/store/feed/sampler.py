@@ -164,6 +164,30 @@ def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
 
 
+def batches_of(
+    pack: Pack,
+    global_batch_size: int,
+    rank: int | None,
+    world_size: int | None,
+    last: LastBatch,
+) -> RankBatches:
+    """Return a rank's share of the batches of a pack; `resolve_rank` completes rank and world size.
+
+    Raises:
+        UsageError: the ranks cannot share the batch, or no epoch would have one.
+    """
+    rank, world_size = resolve_rank(rank, world_size)
+    batches = RankBatches(
+        sample_count=len(pack),
+        global_batch_size=global_batch_size,
+        rank=rank,
+        world_size=world_size,
+        last=last,
+    )
+    batches.require_batches()
+    return batches
+
+
 def order_of(pack: Pack, order: SampleOrder | None) -> SampleOrder:
     """Return `order`, checked against the pack, or the order that a pack has by default."""
     if order is None:

@@ -2,9 +2,8 @@
 
 A hard link is a second name of a file of the same archive and has no body; a symbolic link has the
 path of a file, from its own folder. The target may stand before or behind the link, and may be a
-link itself. So on its first link an archive is read twice more,
-to its end: once for all links, and once for the bodies that they lead to. An archive without links
-costs nothing.
+link itself. So on its first link an archive is read twice more, to its end: once for all links, and
+once for the bodies that they lead to. An archive without links costs nothing.
 """
 
 from __future__ import annotations
