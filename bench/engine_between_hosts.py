@@ -42,9 +42,9 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import emulated_hosts
 import numpy as np
 from harness import Report, await_ranks, options, tell
-from support import emulated_hosts
 
 from paceline.core.allocator import KEEP
 

@@ -31,8 +31,8 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import emulated_hosts
 from harness import Report, options, tell
-from support import emulated_hosts
 
 MIB = 1024 * 1024
 HOST_RANKS = 2

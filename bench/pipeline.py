@@ -35,8 +35,8 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import emulated_hosts
 from harness import Report, await_ranks, options, run_sections, tell
-from support import emulated_hosts
 
 from paceline.core.allocator import KEEP
 

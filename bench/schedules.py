@@ -27,9 +27,9 @@ import tempfile
 import time
 from pathlib import Path
 
+import emulated_hosts
 import numpy as np
 from harness import Report, await_ranks, options, tell
-from support import emulated_hosts
 
 from paceline.collectives.executor import ScheduleExecutor
 from paceline.core.machine import Link, Quantity

@@ -33,8 +33,8 @@ import time
 from pathlib import Path
 
 import numpy as np
+from emulated_hosts import address_of, available, inside, network
 from harness import Report, options, tell
-from support.emulated_hosts import address_of, available, inside, network
 
 from paceline import store
 
