@@ -293,7 +293,7 @@ class NodeRun:
             if self._shape.technique == "staggering":
                 server = TurnServer(TurnTuner(1))
                 stack.callback(server.close)
-                config = dataclasses.replace(config, turns=f"127.0.0.1:{server.port}")
+                config = dataclasses.replace(config, turns=server.address("127.0.0.1"))
             asked = {
                 "form": self._form,
                 "count": self._data.count,
@@ -483,7 +483,7 @@ def turn_run(data, most, steps):
                     last="drop",
                     window_bytes=TURN_RING_BYTES // 4,
                     direct=True,
-                    turns=f"127.0.0.1:{server.port}" if server else "",
+                    turns=server.address("127.0.0.1") if server else "",
                 )
                 ring = Ring.create(config, 1, TURN_RING_BYTES)
                 rings.append(ring)

@@ -38,6 +38,18 @@ ALLOWED_SKIPS = (
     "timm is not installed",  # it needs torchvision; pip install --no-deps timm is enough here
 )
 
+
+@pytest.fixture(scope="session", autouse=True)
+def _settings(tmp_path_factory):
+    """Give the tests a token of their own, and let the user's settings be."""
+    before = os.environ.get("XDG_CONFIG_HOME")
+    os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("settings"))
+    yield
+    os.environ.pop("XDG_CONFIG_HOME")
+    if before is not None:
+        os.environ["XDG_CONFIG_HOME"] = before
+
+
 # What runs behind `make test`, each part by itself: the list in scripts/campaign.
 CAMPAIGNS = re.findall(r"^#   ([a-z]\w*)  +\S", (ROOT / "scripts/campaign").read_text(), re.M)
 

@@ -79,13 +79,14 @@ nb::typed<nb::tuple, nb::str, nb::str, nb::bytes> connect_link(PeerLink& link, c
 }
 
 nb::typed<nb::tuple, nb::str, nb::str, nb::bytes> ask_card(PeerLink& link, double wait_s,
-                                                           const nb::bytes& caller) {
+                                                           const nb::bytes& caller,
+                                                           std::int64_t damaged) {
   const std::string name(caller.c_str(), caller.size());
   std::string card;
   PeerError error;
   {
     nb::gil_scoped_release released;
-    error = link.ask_card(ns_of(wait_s), name, card);
+    error = link.ask_card(ns_of(wait_s), name, damaged, card);
   }
   return nb::make_tuple(name_of(error.kind), error.why, to_bytes(card));
 }
@@ -238,6 +239,12 @@ void bind_peers(nb::module_& module) {
              for (const std::uint32_t shard : self.take_missed()) missed.append(shard);
              return nb::typed<nb::list, int>(missed);
            })
+      .def("take_damaged",
+           [](PeerServer& self) {
+             nb::list damaged;
+             for (const std::uint32_t shard : self.take_damaged()) damaged.append(shard);
+             return nb::typed<nb::list, int>(damaged);
+           })
       .def("take_callers",
            [](PeerServer& self) {
              nb::list callers;
@@ -295,7 +302,8 @@ void bind_peers(nb::module_& module) {
       .def_prop_ro("is_open", &PeerLink::is_open)
       .def("connect", &connect_link, "host"_a, "port"_a, "token"_a, "pack"_a, "wait_s"_a,
            "tls"_a = nb::none())
-      .def("ask_card", &ask_card, "wait_s"_a, "caller"_a = nb::bytes(""))
+      .def("ask_card", &ask_card, "wait_s"_a, "caller"_a = nb::bytes(""),
+           "damaged"_a = -1)
       .def("fetch", &fetch, "plan"_a, "items"_a, "out"_a, "wait_s"_a)
       .def("fetch_range", &fetch_range, "shard"_a, "offset"_a, "out"_a, "wait_s"_a)
       .def("close", &PeerLink::close, nb::call_guard<nb::gil_scoped_release>());

@@ -38,6 +38,8 @@ PeerError refused(std::uint32_t count) {
       return {Kind::pack, "the node serves another pack"};
     case Refusal::bad_range:
       return {Kind::protocol, "the node refused a range beyond the end of its shard"};
+    case Refusal::full:
+      return {Kind::lost, "the node has as many peers as it takes"};
     default:
       return {Kind::protocol, "the node refused a request for an unknown reason"};
   }
@@ -286,7 +288,8 @@ PeerError PeerLink::introduce(const Digest& token, const Digest& pack, std::stri
   return {};
 }
 
-PeerError PeerLink::ask_card(std::uint64_t wait_ns, const std::string& caller, std::string& card) {
+PeerError PeerLink::ask_card(std::uint64_t wait_ns, const std::string& caller, std::int64_t damaged,
+                             std::string& card) {
   const std::lock_guard lock(mutex_);
   if (fd_ < 0) return {Kind::lost, "the connection is closed"};
   deadline_ns_ = now_ns() + wait_ns;
@@ -295,7 +298,11 @@ PeerError PeerLink::ask_card(std::uint64_t wait_ns, const std::string& caller, s
     return broken({Kind::deadline, "no time was given"});
   }
   if (caller.size() > max_caller_bytes) return {Kind::protocol, "the name of this node is too long"};
-  const FrameHeader header{.kind = FrameKind::card, .id = next_id_, .body_bytes = caller.size()};
+  const FrameHeader header{.kind = FrameKind::card,
+                           .id = next_id_,
+                           .shard = damaged < 0 ? 0 : static_cast<std::uint32_t>(damaged),
+                           .count = damaged < 0 ? 0U : 1U,
+                           .body_bytes = caller.size()};
   auto error = send_frame_of(header, std::as_bytes(std::span(caller)));
   if (error.kind == Kind::none) {
     error = receive_body_of(FrameKind::welcome, next_id_++, max_card_bytes, card);

@@ -15,6 +15,7 @@
 #include <cstring>
 #include <ctime>
 #include <deque>
+#include <list>
 #include <stdexcept>
 #include <system_error>
 
@@ -36,6 +37,10 @@ constexpr std::size_t max_noted = 4096;
 constexpr std::size_t turn_bytes = std::size_t{4} << 20;
 // That are encrypted at a time.
 constexpr std::size_t chunk_bytes = std::size_t{64} << 10;
+// That wait to be accepted: a burst of them must not have the kernel drop a peer's for a second.
+constexpr int backlog = 4096;
+// That are accepted in one turn of a thread.
+constexpr int accepted_at_once = 64;
 
 std::uint64_t now_ns() noexcept {
   timespec now{};
@@ -69,7 +74,7 @@ int listen_on(const std::string& host, std::uint16_t port, std::uint16_t* bound)
   if (fd < 0) fail("socket");
   const int one = 1;
   setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
-  if (bind(fd, reinterpret_cast<sockaddr*>(&storage), size) != 0 || listen(fd, 128) != 0 ||
+  if (bind(fd, reinterpret_cast<sockaddr*>(&storage), size) != 0 || listen(fd, backlog) != 0 ||
       getsockname(fd, reinterpret_cast<sockaddr*>(&storage), &size) != 0) {
     const int error = errno;
     close(fd);
@@ -108,7 +113,11 @@ enum class Outcome : std::uint8_t { fine, blocked, closed };
 class PeerServer::Worker {
  public:
   explicit Worker(PeerServer& server)
-      : server_(server), epoll_(epoll_create1(EPOLL_CLOEXEC)), spare_(eventfd(0, EFD_CLOEXEC)) {
+      : server_(server),
+        epoll_(epoll_create1(EPOLL_CLOEXEC)),
+        spare_(eventfd(0, EFD_CLOEXEC)),
+        max_strangers_(std::max<std::size_t>(
+            1, server.options_.max_strangers / std::max(1U, server.options_.threads))) {
     if (epoll_ >= 0 && spare_ >= 0 &&
         watch(server.listener_, EPOLLIN | EPOLLEXCLUSIVE, EPOLL_CTL_ADD) &&
         watch(server.wake_, EPOLLIN, EPOLL_CTL_ADD)) {
@@ -130,16 +139,21 @@ class PeerServer::Worker {
     epoll_event events[64];
     for (;;) {
       const int count = epoll_wait(epoll_, events, 64, wait_ms());
+      bool has_callers = false;
       for (int i = 0; i < count; ++i) {
         const int fd = events[i].data.fd;
         if (fd == server_.wake_) return;
         if (fd == server_.listener_) {
-          accept_one();
+          has_callers = true;
         } else if (const auto found = connections_.find(fd); found != connections_.end()) {
           if (!serve(fd, found->second, events[i].events)) end(fd);
         }
       }
+      // After the others: a descriptor that is closed here may be given out again, and an event of this turn
+      // would be taken for the new connection's.
       end_silent();
+      for (int i = 0; has_callers && i < accepted_at_once && accept_one(); ++i) {
+      }
     }
   }
 
@@ -149,6 +163,7 @@ class PeerServer::Worker {
   struct Connection {
     std::uint64_t since_ns = 0;  // when it was accepted
     Stage stage = Stage::silent;
+    std::list<int>::iterator stranger;  // its place in strangers_, until it is welcome
     Nonces nonces{};
     std::unique_ptr<TlsStream> tls;  // null: nothing is encrypted
     bool ends_after_replies = false;
@@ -171,9 +186,13 @@ class PeerServer::Worker {
     if (spare_ >= 0) close(spare_);
   }
 
-  // The process has no descriptor left. A connection that stayed in the queue would wake the thread again
-  // and again: the spare descriptor takes it, and it is closed.
+  // The process has no descriptor left. The oldest stranger makes way, or else the caller: a connection
+  // that stayed in the queue would wake the thread again and again, so the spare descriptor takes it.
   void refuse_one() {
+    if (!strangers_.empty()) {
+      refuse_oldest();
+      return;
+    }
     if (spare_ >= 0) close(spare_);
     const int fd = accept4(server_.listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd >= 0) {
@@ -183,18 +202,14 @@ class PeerServer::Worker {
     spare_ = eventfd(0, EFD_CLOEXEC);
   }
 
-  void accept_one() {
+  // False: nobody else waits, or there is no room.
+  bool accept_one() {
     const int fd = accept4(server_.listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0) {
       if (errno == EMFILE || errno == ENFILE) refuse_one();
-      return;
+      return false;
     }
-    if (server_.open_.fetch_add(1) >= server_.options_.max_connections) {
-      server_.open_.fetch_sub(1);
-      server_.refused_.fetch_add(1);
-      close(fd);
-      return;
-    }
+    if (strangers_.size() >= max_strangers_) refuse_oldest();
     server_.connections_.fetch_add(1);
     const int one = 1;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
@@ -204,34 +219,37 @@ class PeerServer::Worker {
     if (const auto& tls = server_.options_.tls; tls != nullptr) {
       made.tls = std::make_unique<TlsStream>(tls, TlsStream::Side::server, fd);
     }
-    ++silent_;
+    made.stranger = strangers_.insert(strangers_.end(), fd);
     if (!watch(fd, EPOLLIN, EPOLL_CTL_ADD)) end(fd);
+    return true;
   }
 
   void end(int fd) {
     const auto found = connections_.find(fd);
-    if (found->second.stage != Stage::welcome) --silent_;
+    if (found->second.stage == Stage::welcome) {
+      server_.peers_.fetch_sub(1);
+    } else {
+      strangers_.erase(found->second.stranger);
+    }
     connections_.erase(found);
     close(fd);
-    server_.open_.fetch_sub(1);
   }
 
-  // Only connections that have not proved the token have a deadline: without any, the thread sleeps.
-  int wait_ms() const { return silent_ == 0 ? -1 : 500; }
+  // Only strangers have a deadline: without any, the thread sleeps.
+  int wait_ms() const { return strangers_.empty() ? -1 : 500; }
 
   void end_silent() {
-    if (silent_ == 0) return;
+    if (strangers_.empty()) return;
     const std::uint64_t now = now_ns();
-    for (auto i = connections_.begin(); i != connections_.end();) {
-      const int fd = i->first;
-      const bool late =
-          i->second.stage != Stage::welcome && now - i->second.since_ns > server_.options_.hello_ns;
-      ++i;
-      if (late) {
-        server_.refused_.fetch_add(1);
-        end(fd);
-      }
+    while (!strangers_.empty() &&
+           now - connections_.at(strangers_.front()).since_ns > server_.options_.hello_ns) {
+      refuse_oldest();
     }
+  }
+
+  void refuse_oldest() {
+    server_.refused_.fetch_add(1);
+    end(strangers_.front());
   }
 
   // False: the connection ends.
@@ -312,7 +330,7 @@ class PeerServer::Worker {
     if (connection.stage == Stage::challenged) {
       return header.kind == FrameKind::proof && header.body_bytes == proof_bytes;
     }
-    if (header.kind == FrameKind::card) return header.body_bytes <= max_caller_bytes;
+    if (header.kind == FrameKind::card) return header.count <= 1 && header.body_bytes <= max_caller_bytes;
     return header.kind == FrameKind::read && header.count > 0 && header.count <= max_ranges &&
            header.body_bytes == header.count * sizeof(ByteRange);
   }
@@ -330,6 +348,7 @@ class PeerServer::Worker {
           server_.note_caller({reinterpret_cast<const char*>(connection.body.data()),
                                connection.body.size()});
         }
+        if (connection.header.count > 0) server_.note_damaged(connection.header.shard);
         push_card(connection);
         return true;
       default:
@@ -354,9 +373,12 @@ class PeerServer::Worker {
       push_refusal(connection, Refusal::wrong_token);
     } else if (!equal_in_constant_time(pack, options.pack)) {
       push_refusal(connection, Refusal::wrong_pack);
+    } else if (server_.peers_.fetch_add(1) >= server_.options_.max_connections) {
+      server_.peers_.fetch_sub(1);
+      push_refusal(connection, Refusal::full);
     } else {
       connection.stage = Stage::welcome;
-      --silent_;
+      strangers_.erase(connection.stranger);
       const Digest own = proof_of(Prover::node, options.token, connection.nonces, pack);
       const auto owned = std::make_shared<const std::pair<Digest, std::shared_ptr<const std::string>>>(
           own, server_.card());
@@ -520,7 +542,8 @@ class PeerServer::Worker {
   PeerServer& server_;
   int epoll_;
   int spare_;
-  std::size_t silent_ = 0;  // connections that have not proved the token
+  std::size_t max_strangers_;
+  std::list<int> strangers_;  // connections that have not proved the token, the oldest first
   std::vector<std::byte> chunk_;  // what is encrypted next
   std::unordered_map<int, Connection> connections_;
 };
@@ -581,6 +604,11 @@ void PeerServer::note_missed(std::uint32_t shard) {
   if (missed_.size() < max_noted) missed_.insert(shard);
 }
 
+void PeerServer::note_damaged(std::uint32_t shard) {
+  const std::lock_guard lock(mutex_);
+  if (damaged_.size() < max_noted) damaged_.insert(shard);
+}
+
 void PeerServer::note_caller(std::string name) {
   const std::lock_guard lock(mutex_);
   if (callers_.size() < max_noted) callers_.insert(std::move(name));
@@ -590,6 +618,13 @@ std::vector<std::uint32_t> PeerServer::take_missed() {
   const std::lock_guard lock(mutex_);
   std::vector<std::uint32_t> taken(missed_.begin(), missed_.end());
   missed_.clear();
+  return taken;
+}
+
+std::vector<std::uint32_t> PeerServer::take_damaged() {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::uint32_t> taken(damaged_.begin(), damaged_.end());
+  damaged_.clear();
   return taken;
 }
 

@@ -134,7 +134,7 @@ void test_what_is_answered(const std::shared_ptr<const TlsContext>& tls) {
   CHECK(fetch(link, node, 4, 5, 1000, outcomes).kind == Kind::none);
   CHECK(are_all(outcomes, RangeOutcome::not_held));
   std::string card;
-  CHECK(link.ask_card(wait_ns, "", card).kind == Kind::none && card == "a card");
+  CHECK(link.ask_card(wait_ns, "", -1, card).kind == Kind::none && card == "a card");
   node.server.drop(3);
   CHECK(fetch(link, node, 3, 5, 1000, outcomes).kind == Kind::none);
   CHECK(are_all(outcomes, RangeOutcome::not_held));
@@ -183,7 +183,7 @@ void test_digests_are_compared_wherever_they_differ() {
   CHECK(!equal_in_constant_time(digest(5), std::span<const std::byte>()));
 }
 
-void test_a_connection_too_many_is_closed() {
+void test_a_peer_too_many_is_refused() {
   Node node(/*most=*/2);
   PeerLink links[2], third;
   for (PeerLink& link : links) CHECK(connect(link, node).kind == Kind::none);
@@ -192,6 +192,24 @@ void test_a_connection_too_many_is_closed() {
   while (connect(third, node).kind != Kind::none) std::this_thread::yield();  // it notices the end
   std::vector<RangeOutcome> outcomes;
   CHECK(fetch(third, node, 3, 2, 10, outcomes).kind == Kind::none);
+}
+
+// Silent connections are many, and come again: each makes way for the next, and peers are served.
+void test_strangers_shut_out_strangers_only() {
+  Node node;
+  PeerLink old;
+  CHECK(connect(old, node).kind == Kind::none);
+  std::vector<int> strangers;
+  for (int i = 0; i < 700; ++i) strangers.push_back(dial(node));
+  PeerLink young;
+  CHECK(connect(young, node).kind == Kind::none);
+  for (PeerLink* link : {&old, &young}) {
+    std::vector<RangeOutcome> outcomes;
+    CHECK(fetch(*link, node, 3, 2, 10, outcomes).kind == Kind::none);
+  }
+  CHECK(is_closed(strangers.front()));
+  CHECK(node.server.stats().refused_connections >= 700 - 256);
+  for (const int fd : strangers) close(fd);
 }
 
 void test_who_says_no_hello_is_closed() {
@@ -393,7 +411,8 @@ int main() {
   test_damaged_bytes_are_said();
   test_nothing_without_the_token();
   test_digests_are_compared_wherever_they_differ();
-  test_a_connection_too_many_is_closed();
+  test_a_peer_too_many_is_refused();
+  test_strangers_shut_out_strangers_only();
   test_who_says_no_hello_is_closed();
   test_no_descriptors_are_left();
   test_a_server_that_is_silent_is_given_up();

@@ -154,12 +154,12 @@ class TestTcpNodeLink(LinkTests):
         with socket.create_server(("127.0.0.1", 0)) as silent:
             address = NodeAddress(host="127.0.0.1", port=silent.getsockname()[1])
             with pytest.raises(DeadlineExceeded, match=str(address)):
-                TcpNodeLink(address, pack.identity).card(0.05)
+                TcpNodeLink(address, pack.identity, "").card(0.05)
 
     def test_a_node_that_was_started_again_is_found_by_kept_connections(self, pack, tmp_path):
         server = serve(self.served(pack), tmp_path, pack)
         address = NodeAddress(host="127.0.0.1", port=server.port)
-        link = TcpNodeLink(address, pack.identity)
+        link = TcpNodeLink(address, pack.identity, "")
         link.card(WAIT_S)
         server.stop()
         with pytest.raises(RankLost, match=str(address)):
@@ -176,7 +176,7 @@ class TestTlsNodeLink(TestTcpNodeLink):
 
 def test_a_server_notes_what_it_missed_and_who_asked(pack, tmp_path):
     server = serve({0: pack.index.shard_path(0).read_bytes()}, tmp_path, pack)
-    link = TcpNodeLink(NodeAddress(host="127.0.0.1", port=server.port), pack.identity)
+    link = TcpNodeLink(NodeAddress(host="127.0.0.1", port=server.port), pack.identity, "")
     byte = np.empty(1, np.uint8)
     assert [link.fetch_range(shard, 0, byte, WAIT_S) for shard in (0, 2, 3, 2)] == [
         GOOD,
@@ -188,6 +188,10 @@ def test_a_server_notes_what_it_missed_and_who_asked(pack, tmp_path):
     link.card(WAIT_S)
     assert sorted(server.take_missed()) == [2, 3]
     assert server.take_callers() == [b"10.0.0.1:7420"]
+    link.card(WAIT_S, damaged=0)
+    link.card(WAIT_S, damaged=7)
+    assert sorted(server.take_damaged()) == [0, 7]
+    assert server.take_damaged() == []
     assert (server.take_missed(), server.take_callers()) == ([], [])
     with pytest.raises(RankLost, match="too long"):
         link.card(WAIT_S, "x" * 257)

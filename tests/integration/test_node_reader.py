@@ -362,7 +362,7 @@ def test_a_reader_goes_on_with_what_the_one_before_it_had_found(node):
 def test_a_reader_that_takes_turns_begins_with_one_read_at_a_time(node):
     depths = [
         RingReader(node(1, direct=True, turns=turns).ring)._tuner.depth.value
-        for turns in ("127.0.0.1:1", "")
+        for turns in ("token@127.0.0.1:1", "")
     ]
     assert depths == [1, 8]
 
@@ -432,7 +432,7 @@ def test_a_rank_waits_for_one_that_is_slower(node, monkeypatch):
 
 def test_readers_of_two_nodes_take_turns_and_go_on_without_their_server(node):
     server = TurnServer(TurnTuner(2))
-    nodes = [node(1, turns=f"127.0.0.1:{server.port}") for _ in range(2)]
+    nodes = [node(1, turns=server.address("127.0.0.1")) for _ in range(2)]
     with ThreadPoolExecutor(2) as threads:
         found = threads.map(lambda here: here.take_pass(0, 0), nodes)
         assert list(found) == [here.expected(0, 0) for here in nodes]

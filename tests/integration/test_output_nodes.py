@@ -4,6 +4,7 @@ import contextlib
 import errno
 import socket
 import struct
+import threading
 
 import pytest
 
@@ -67,6 +68,20 @@ def test_a_stranger_is_not_answered(nodes):
     with pytest.raises(RankLost):
         stranger.call(change(leader, "mkdir", "a", mode=0o755), 10.0)
     assert list(trees[0].iterdir()) == []
+
+
+def test_connections_that_wait_cost_no_thread_each(nodes):
+    address, _, leader = nodes
+    links = [OutputLink(address, TOKEN) for _ in range(300)]
+    before = threading.active_count()
+    for link in links:
+        assert link.call({"do": "written"}, 60.0) == {"paths": []}  # and keeps its connection
+    assert threading.active_count() - before < 50
+    for number in (299, 150, 0):
+        message = change(leader, "mkdir", f"folder{number}", mode=0o755)
+        assert links[number].call(message, 60.0)["error"] == 0
+    for link in links:
+        link.close()
 
 
 @pytest.mark.parametrize("path", ["../out", "/etc/out", "a/../../out", "a\0b"])

@@ -68,7 +68,8 @@ def reports(run):
 def test_programs_on_two_hosts_see_the_whole_tree_wherever_files_lie(data, tmp_path, name, tls):
     require_networks()
     (tmp_path / "token").write_text("correct horse battery staple\n")
-    encryption = ("--data-tls", "--data-token-file", tmp_path / "token") if tls else ()
+    (tmp_path / "token").chmod(0o600)
+    encryption = ("--data-tls", "--token-file", tmp_path / "token") if tls else ()
     words = (*encryption, "--data", f"{data / name}:/mnt/x", "/bin/sh", "-c", COMPARE, "sh")
     with network(2) as hosts:
         tasks = launch_nodes(tmp_path, hosts, *words, "/mnt/x", data / "plain")

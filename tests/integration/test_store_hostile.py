@@ -28,7 +28,7 @@ from paceline.store.serve.links import tcp_connector
 WAIT_S = 60.0
 TOKEN = "correct horse battery staple"
 HEADER = struct.Struct("<IHHQIIQ")
-MAGIC, VERSION = 0x4E4C4350, 2
+MAGIC, VERSION = 0x4E4C4350, 3
 HELLO, WELCOME, READ, DATA, REFUSED, CARD, CHALLENGE, PROOF = range(1, 9)
 MOST_RANGES, MOST_CALLER_BYTES = 1024, 256
 # A challenge and a refusal: all that a client without the token may be told.
@@ -68,6 +68,7 @@ class Attacked:
 
     def __init__(self, pack, folder, *options):
         (folder / "token").write_text(TOKEN)
+        (folder / "token").chmod(0o600)
         command = [sys.executable, "-m", "paceline", "store", "serve", str(pack), "--json"]
         command += ["--token-file", str(folder / "token"), *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

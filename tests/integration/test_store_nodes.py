@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from paceline import store
 from paceline.core.errors import CorruptPack, DeadlineExceeded, RankLost, UsageError
 from paceline.store.serve.card import NodeAddress
-from paceline.store.serve.links import LocalNode, LocalNodeLink
+from paceline.store.serve.links import LocalNode, LocalNodeLink, tcp_connector
 from paceline.store.serve.node import NodeOptions, StoreNode
 from paceline.store.serve.remote_pack import RemotePack, open_remote
 
@@ -283,8 +284,46 @@ def test_a_server_killed_while_it_is_read_costs_no_sample(pack):
             server.stdout.close()
 
 
-def test_other_interfaces_need_a_token(pack):
-    with pytest.raises(UsageError, match="token"):
-        NodeOptions(listen=NodeAddress(host="0.0.0.0", port=0))
+def test_a_node_copies_again_what_a_reader_got_damaged(pack, tmp_path, caplog):
+    """Its disk has changed a shard since it was copied, and it serves it still."""
+    options = NodeOptions(listen=LOOPBACK, local=tmp_path / "local")
+    with StoreNode(pack.path, options) as node:
+        end_s = time.monotonic() + 60
+        while node.members.held != set(range(pack.shard_count)):
+            assert time.monotonic() < end_s
+            node.beat()
+            node.finish_copies()
+        path = node.shards.path(0)
+        right = path.read_bytes()
+        path.write_bytes(right[:200] + bytes(255 - byte for byte in right[200:]))
+        sample = next(k for k in range(len(pack)) if pack.extents(k)[0].shard == 0)
+        with open_remote(pack.path, [node.name], source=pack.path, maps_files=False) as remote:
+            assert remote.read(sample) == pack.read(sample)  # from the source
+            remote.read(sample)
+            while not path.exists() or path.read_bytes() != right:
+                assert time.monotonic() < end_s
+                node.beat()
+                node.finish_copies()
+        assert "shard 0" in caplog.text
+        assert "it is copied again" in caplog.text
+        link = tcp_connector(pack.identity, "")(node.name)
+        link.card(60, damaged=1)  # who says so of a shard that is right changes nothing
+        link.close()
+        while "here it is right" not in caplog.text:
+            assert time.monotonic() < end_s
+            node.beat()
+        assert node.members.held == set(range(pack.shard_count))
+
+
+def test_a_node_without_a_token_has_its_users(pack, monkeypatch, tmp_path):
+    with StoreNode(pack.path, NodeOptions(listen=LOOPBACK)) as node:
+        with open_remote(pack.path, [node.name], maps_files=False) as remote:
+            assert remote.read(0) == pack.read(0)
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))  # as another user would have it
+        with pytest.raises(UsageError, match="refused this client"):
+            tcp_connector(pack.identity, "")(node.name).card(60)
+
+
+def test_what_is_no_address_is_named(pack):
     with pytest.raises(UsageError, match="not an address"):
         open_remote(pack.path, ["nonsense"])

@@ -129,8 +129,6 @@ def test_a_certificate_does_not_stand_in_for_the_key(pack, tmp_path):
 def test_a_token_that_can_be_guessed_and_a_missing_library_are_said(pack, monkeypatch):
     with pytest.raises(UsageError, match="at least 16 characters, got 6"):
         StoreNode(pack.path, options(token="secret"))
-    with pytest.raises(UsageError, match="at least 16 characters, got 0"):
-        open_remote(pack.path, ["127.0.0.1:1"], tls=True)
 
     def absent(token):
         raise RuntimeError("neither libssl.so.3 nor libssl.so.1.1 is installed")
@@ -142,6 +140,7 @@ def test_a_token_that_can_be_guessed_and_a_missing_library_are_said(pack, monkey
 
 def test_status_of_nodes_with_tls(pack, tmp_path):
     (tmp_path / "token").write_text(TOKEN + "\n")
+    (tmp_path / "token").chmod(0o600)
     words = ("store", "status", pack.path, "--token-file", tmp_path / "token")
     with StoreNode(pack.path, options()) as node:
         done = paceline(tmp_path, *words, "--nodes", node.name, "--tls")

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from paceline.core.handshake import NONCE_BYTES, PROOF_BYTES, REFUSED
 from paceline.store.feed.node import turns
 from paceline.store.feed.node.turns import Turns, TurnServer, TurnTuner
 
@@ -77,11 +78,11 @@ class Overlap:
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_no_more_read_at_a_time_than_there_are_turns(server, count):
-    port = server(count).port
+    address = server(count).address("127.0.0.1")
     overlap = Overlap()
 
     def read():
-        mine = Turns(("127.0.0.1", port))
+        mine = Turns(address)
         for _ in range(20):
             with mine.turn(100), overlap.count():
                 pass
@@ -98,8 +99,8 @@ def test_no_more_read_at_a_time_than_there_are_turns(server, count):
 
 
 def test_the_turn_of_a_reader_that_is_gone_is_free_again(server):
-    port = server(1).port
-    first, second = Turns(("127.0.0.1", port)), Turns(("127.0.0.1", port))
+    address = server(1).address("127.0.0.1")
+    first, second = Turns(address), Turns(address)
     with contextlib.ExitStack() as held:
         held.enter_context(first.turn(1))
         first.close()  # as if its process had been killed
@@ -110,12 +111,12 @@ def test_the_turn_of_a_reader_that_is_gone_is_free_again(server):
 
 def test_without_a_turn_a_reader_reads_all_the_same(server, monkeypatch):
     monkeypatch.setattr(turns, "PATIENCE_S", 0.1)
-    port = server(1).port
-    first, second = Turns(("127.0.0.1", port)), Turns(("127.0.0.1", port))
+    address = server(1).address("127.0.0.1")
+    first, second = Turns(address), Turns(address)
     with first.turn(1), second.turn(1):
         assert (first.missed, second.missed) == (0, 1)
     first.close()
-    nobody = Turns(("127.0.0.1", 1))
+    nobody = Turns("token@127.0.0.1:1")
     with nobody.turn(1):
         assert nobody.missed == 1
 
@@ -123,12 +124,17 @@ def test_without_a_turn_a_reader_reads_all_the_same(server, monkeypatch):
 def test_strangers_are_hung_up_on(server):
     import socket
 
-    port = server(1).port
+    address = server(1).address("127.0.0.1")
+    port = int(address.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n".ljust(NONCE_BYTES + PROOF_BYTES))
         stranger.settimeout(DEADLINE_S)
-        assert stranger.recv(10) == b""
-    mine = Turns(("127.0.0.1", port))
+        answer = b""
+        while chunk := stranger.recv(100):
+            answer += chunk
+        assert len(answer) == NONCE_BYTES + PROOF_BYTES
+        assert answer.endswith(REFUSED)
+    mine = Turns(address)
     with mine.turn(1):
         assert mine.missed == 0
     mine.close()

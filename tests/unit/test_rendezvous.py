@@ -15,9 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.launching import await_true
 
+from paceline.core import handshake
 from paceline.core.clock import SystemClock
 from paceline.core.errors import DeadlineExceeded, RankLost
+from paceline.core.handshake import NONCE_BYTES, PROOF_BYTES, prove
 from paceline.core.processes import StopRequested
+from paceline.core.token import find_token
 from paceline.launch.exits import (
     RankExit,
     exit_of,
@@ -72,6 +75,7 @@ def task(
     name="",
     first_host="",
     local=None,
+    token_file="",
 ):
     placement = TaskPlacement(
         source="mpich",
@@ -83,7 +87,13 @@ def task(
         first_host=first_host,
     )
     return TaskRendezvous(
-        run, placement, host=host, cores=cores, deadlines=deadlines, clock=SystemClock()
+        run,
+        placement,
+        host=host,
+        cores=cores,
+        deadlines=deadlines,
+        clock=SystemClock(),
+        token_file=token_file,
     )
 
 
@@ -371,13 +381,19 @@ def test_a_root_without_descriptors_accepts_again_later(run, monkeypatch):
         HERE.to_line(),  # of another job
     ],
 )
-def test_a_stranger_loses_its_connection_and_nothing_more(run, sent):
+@pytest.mark.parametrize("has_token", [False, True])
+def test_a_stranger_loses_its_connection_and_nothing_more(run, sent, has_token, monkeypatch):
+    if not has_token:
+        monkeypatch.setattr(handshake, "PATIENCE_S", 0.5)
     zero, one = task(run, 0), task(run, 1)
     with zero:
         zero.start()
         await_true((run / "rendezvous/root.json").exists, "the root")
         port = json.loads((run / "rendezvous/root.json").read_text())["port"]
         with socket.create_connection(("127.0.0.1", port), timeout=60) as stranger:
+            if has_token:
+                prove(stranger, find_token(), 60)
+                stranger.settimeout(60)
             stranger.sendall(sent)
             answer = b""
             try:
@@ -385,7 +401,11 @@ def test_a_stranger_loses_its_connection_and_nothing_more(run, sent):
                     answer += chunk
             except ConnectionResetError:  # closed before all of it was read
                 pass
-        assert not answer or parse_notice(answer).refusal
+        if has_token:
+            assert not answer or parse_notice(answer).refusal
+        else:
+            assert len(answer) in (NONCE_BYTES, NONCE_BYTES + PROOF_BYTES)
+            assert not answer[NONCE_BYTES:].strip(b"\0")
         with one:
             one.start()
             assert one.await_start().port == zero.await_start().port
@@ -393,6 +413,44 @@ def test_a_stranger_loses_its_connection_and_nothing_more(run, sent):
             assert one.await_end() is None
         zero.report(exit_of(0, 0))
         assert zero.gather() == ()
+
+
+def other_token(tmp_path):
+    path = tmp_path / "another-token"
+    path.write_text("of a node without the user's home\n")
+    path.chmod(0o600)
+    return str(path)
+
+
+def test_nodes_that_share_no_home_meet_by_the_token_in_the_runs_folder(run, tmp_path):
+    one = task(run, 1, token_file=other_token(tmp_path))
+    assert in_threads(root(task(run, 0)), member(one)) == [(), None]
+
+
+def test_a_task_with_another_token_says_so(run, tmp_path, caplog):
+    """It shares neither the user's home nor the run's folder."""
+    deadlines = dataclasses.replace(FAST, rendezvous_timeout_s=3)
+    elsewhere = tmp_path / "elsewhere" / "RUN"
+    elsewhere.mkdir(parents=True)
+    zero = task(run, 0, deadlines=deadlines, name="a job")
+    one = task(elsewhere, 1, deadlines=deadlines, name="a job", token_file=other_token(tmp_path))
+    found = in_threads(root(zero), member(one))
+    assert isinstance(found[0], DeadlineExceeded)
+    assert isinstance(found[1], DeadlineExceeded)
+    assert "refused the token of this task" in str(found[1])
+    assert "--token-file" in str(found[1])
+    assert "waits: the server has another token" in caplog.text
+
+
+def test_what_lies_in_the_runs_folder_is_this_users_alone(run):
+    before = os.umask(0)
+    try:
+        with task(run, 0) as zero:
+            zero.start()
+            await_true((run / "rendezvous/root.json").exists, "the root")
+            assert (run / "rendezvous").stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(before)
 
 
 JSON = st.recursive(

@@ -10,7 +10,8 @@
 //     read   ----------->             body: `count` Ranges, all of `shard`, at most max_ranges
 //            <----------- data        body: the bytes of these ranges, end to end
 //            <----------- refused     count: Refusal; body: nothing. Of not_held the connection lives on.
-//     card   ----------->             body: the name of the node that asks, or nothing
+//     card   ----------->             body: the name of the node that asks, or nothing; count: 1 if it got damaged
+//                                     bytes of `shard`, else 0
 //            <----------- welcome     body: the card
 //
 // Replies come in the order of the requests. Whatever else arrives closes the connection. With TLS
@@ -27,10 +28,10 @@ namespace paceline {
 static_assert(std::endian::native == std::endian::little);
 
 constexpr std::uint32_t peer_magic = 0x4e4c4350;  // "PCLN"
-constexpr std::uint16_t peer_version = 2;
+constexpr std::uint16_t peer_version = 3;
 
 enum class FrameKind : std::uint16_t { hello = 1, welcome, read, data, refused, card, challenge, proof };
-enum class Refusal : std::uint32_t { not_held = 1, bad_range, wrong_token, wrong_pack };
+enum class Refusal : std::uint32_t { not_held = 1, bad_range, wrong_token, wrong_pack, full };
 
 struct FrameHeader {
   std::uint32_t magic = peer_magic;

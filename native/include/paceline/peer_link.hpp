@@ -51,8 +51,10 @@ class PeerLink {
   PeerError connect(const std::string& host, std::uint16_t port, const Digest& token,
                     const Digest& pack, std::uint64_t wait_ns, std::string& card,
                     std::shared_ptr<const TlsContext> tls = nullptr);
-  // Asks for the card again. `caller`: name of the node that asks; "" if it is none.
-  PeerError ask_card(std::uint64_t wait_ns, const std::string& caller, std::string& card);
+  // Asks for the card again. `caller`: name of the node that asks; "" if it is none. `damaged`: a shard of
+  // which the node sent damaged bytes; -1: none.
+  PeerError ask_card(std::uint64_t wait_ns, const std::string& caller, std::int64_t damaged,
+                     std::string& card);
   // Fetches ranges, neighbours of the same shard in one request. Says of each what became of it; after
   // an error, the connection is closed, and the ranges that are `missing` have no bytes of use.
   PeerError fetch(std::span<const WantedRange> wanted, std::span<RangeOutcome> outcomes,

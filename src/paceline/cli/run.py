@@ -163,10 +163,11 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
     "--data-tls/--no-data-tls", default=None, help="Encrypt it between nodes [default: no]."
 )
 @click.option(
-    "--data-token-file",
+    "--token-file",
     metavar="FILE",
-    help="Secret of the nodes, in a file that all launchers can read and others cannot [default: "
-    "one is made, and goes from launcher to launcher in the clear].",
+    help="Secret by which the run's launchers and servers know each other, in a file that only its "
+    "users can read [default: yours, ~/.config/paceline/token; the servers' is made, and goes from "
+    "launcher to launcher in the clear].",
 )
 @click.option(
     "--output",
@@ -248,7 +249,7 @@ def run(
     data_folder: str | None,
     data_replicas: int | None,
     data_tls: bool | None,
-    data_token_file: str | None,
+    token_file: str | None,
     outputs: tuple[str, ...],
     output_limit: str | None,
     tag_output: bool | None,
@@ -313,7 +314,7 @@ def run(
         "data_folder": data_folder,
         "data_replicas": data_replicas,
         "data_tls": data_tls,
-        "data_token_file": data_token_file,
+        "token_file": token_file,
         "outputs": list(outputs) or None,
         "output_limit_bytes": parse_size(output_limit) if output_limit else None,
         "tag_output": tag_output,

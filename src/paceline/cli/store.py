@@ -12,7 +12,7 @@ import click
 
 from paceline.cli.store_exec import exec_program
 from paceline.cli.store_mount import mount_pack, unmount_pack
-from paceline.cli.store_nodes import fit_nodes, node_status
+from paceline.cli.store_nodes import TOKEN_HELP, fit_nodes, node_status
 from paceline.cli.streams import terminal
 from paceline.report.units import format_bytes, format_rate, plural
 
@@ -282,7 +282,7 @@ def repair(
 @click.option("--peers", default="", help="HOST:PORT of the other nodes, separated by commas.")
 @click.option("--local", type=click.Path(path_type=Path), help="Folder for this node's shards.")
 @click.option("--replicas", default=1, help="Copies of each shard; the same on all nodes.")
-@click.option("--token-file", type=click.Path(path_type=Path), help="File with the nodes' secret.")
+@click.option("--token-file", type=click.Path(path_type=Path), help=TOKEN_HELP)
 @click.option("--tls", is_flag=True, help="Encrypt what nodes send; the same on all nodes.")
 @click.option(
     "--everywhere",
@@ -311,10 +311,11 @@ def serve(
 
     Without --local all shards are served from where PACK lies. With it, this node copies its share
     of the shards there, in the background, and serves those. --listen is the name by which peers
-    and clients know this node. An address that other machines can reach needs --token-file.
+    and clients know this node. Only who has the token is answered: that of --token-file, or by
+    default yours, which all of your processes have.
     With --tls, what nodes send is encrypted with a key that follows from that secret.
     """
-    from paceline.core.files import read_text
+    from paceline.core.token import find_token
     from paceline.store.serve.card import NodeAddress
     from paceline.store.serve.node import NodeOptions, StoreNode
 
@@ -323,7 +324,7 @@ def serve(
         peers=tuple(NodeAddress.parse(peer) for peer in peers.split(",") if peer),
         local=local,
         replicas=replicas,
-        token=read_text(token_file).strip() if token_file else "",
+        token=find_token(token_file),
         tls=tls,
         everywhere=everywhere,
         source_bytes_per_s=stage_rate,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from paceline.store.serve.status import NodeReport
 
 _JSON_HELP = "Print one JSON object on stdout."
+TOKEN_HELP = "File with the nodes' secret [default: yours, ~/.config/paceline/token]."
 
 
 @click.command("fit", epilog="Example: paceline store fit train.pack --nodes 8 --local 56GiB")
@@ -58,7 +59,7 @@ def fit_nodes(
 @click.command("status", epilog="Example: paceline store status train.pack --nodes 10.0.0.1:7420")
 @click.argument("path", metavar="PACK")
 @click.option("--nodes", required=True, help="HOST:PORT of nodes, separated by commas.")
-@click.option("--token-file", type=click.Path(path_type=Path), help="File with the nodes' secret.")
+@click.option("--token-file", type=click.Path(path_type=Path), help=TOKEN_HELP)
 @click.option("--tls", is_flag=True, help="As the nodes were started.")
 @click.option("--wait", "wait_s", default=5.0, help="Seconds to wait for a node's answer.")
 @click.option("--json", "as_json", is_flag=True, help=_JSON_HELP)
@@ -71,12 +72,12 @@ def node_status(
     with status 5 if a node does not answer.
     """
     from paceline.core.errors import RankLost
-    from paceline.core.files import read_text
+    from paceline.core.token import find_token
     from paceline.store.read.pack import open_packed
     from paceline.store.serve.links import tcp_connector
     from paceline.store.serve.status import ask_nodes
 
-    token = read_text(token_file).strip() if token_file else ""
+    token = find_token(token_file)
     with open_packed(path, index_only=True) as pack:
         connect = tcp_connector(pack.identity, token, tls=tls)
         lengths = [int(length) for length in pack.index.shard_lengths]

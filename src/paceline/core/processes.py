@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import threading
 from pathlib import Path
@@ -260,6 +261,14 @@ def stat_fields(pid: int) -> list[bytes]:
     """
     text = (Path("/proc") / str(pid) / "stat").read_bytes()
     return text.rpartition(b")")[2].split()
+
+
+def allow_descriptors(count: int) -> None:
+    """Raise this process's soft limit on open files to `count`, or to the hard one if lower."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def running_processes() -> list[int]:

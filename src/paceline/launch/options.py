@@ -96,8 +96,9 @@ class RunConfig(Configuration):
         data_replicas: copies of each shard, on different nodes.
         data_tls: whether what servers of packs send to other nodes is encrypted, with a key that
             follows from their token.
-        data_token_file: with the token, the same for all launchers; empty: one is made, and travels
-            with the rendezvous, which is not encrypted.
+        token_file: with the secret of all launchers and servers of the run (`core.token`); empty:
+            launchers have their user's, and servers one that rank 0's launcher makes and that
+            travels with the rendezvous, which is not encrypted.
         data_source_rate: most bytes per second that a node copies from a pack; 0: no limit.
         outputs: folders of the shared file system that ranks write to by way of local storage, each
             ``FOLDER:/path`` (docs/guides/store-nodes.md).
@@ -147,7 +148,7 @@ class RunConfig(Configuration):
     data_folder: str = ""
     data_replicas: int = 1
     data_tls: bool = False
-    data_token_file: str = ""
+    token_file: str = ""
     data_source_rate: float = 0.0
     outputs: tuple[str, ...] = ()
     output_limit_bytes: int = 0

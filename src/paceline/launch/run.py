@@ -174,6 +174,7 @@ def _rendezvous(job: PreparedJob, clock: Clock, served: _Served) -> TaskRendezvo
         deadlines=job.resolved.config.deadlines,
         clock=clock,
         data=served.offers,
+        token_file=job.resolved.config.token_file,
     )
 
 

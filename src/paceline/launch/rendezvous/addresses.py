@@ -4,7 +4,9 @@ Where Slurm or mpirun tells every task the first host and a name of the job, bot
 same ports from the name, and members connect without touching any file. Otherwise, and when these
 ports are taken, members read one small file in the run's folder::
 
-    RUN/rendezvous/root.json    {"version": 1, "run": ..., "hosts": [...], "port": ...}
+    RUN/rendezvous/root.json   {"version": 1, "run": ..., "hosts": [...], "port": ..., "token": ...}
+
+Only this user can read the folder: the token in it serves tasks on nodes that share no home.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import secrets
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import StorageError, UsageError
 from paceline.core.files import commit_text
@@ -168,15 +171,16 @@ def choose_address(task: TaskPlacement) -> tuple[str, int]:
         return hosts[0], probe.getsockname()[1]
 
 
-def write_address(run: Path, number: str, hosts: tuple[str, ...], port: int) -> None:
-    """Write where the root listens into the run's folder.
+def write_address(run: Path, number: str, hosts: tuple[str, ...], port: int) -> str:
+    """Write where the root listens into the run's folder; return the token that stands beside it.
 
     Raises:
         StorageError: the folder cannot be written.
     """
     folder = run / FOLDER
     try:
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.chmod(0o700)
     except OSError as problem:
         raise StorageError(
             "cannot make the rendezvous folder",
@@ -184,14 +188,28 @@ def write_address(run: Path, number: str, hosts: tuple[str, ...], port: int) -> 
             why=problem.strerror or "",
             fix="Choose a folder that you may write to",
         ) from problem
-    text = json.dumps({"version": 1, "run": number, "hosts": hosts, "port": port})
-    commit_text(folder / "root.json", text)
+    token = secrets.token_hex(16)
+    place = {"version": 1, "run": number, "hosts": hosts, "port": port, "token": token}
+    commit_text(folder / "root.json", json.dumps(place))
+    return token
 
 
 def read_address(run: Path) -> tuple[tuple[str, int], ...]:
     """Return the addresses in the run's folder; empty while there are none that can be read."""
     try:
-        data = json.loads((run / FOLDER / "root.json").read_text(encoding="utf-8"))
+        data = _read(run)
         return tuple((str(host), int(data["port"])) for host in data["hosts"])
     except (OSError, ValueError, KeyError, TypeError):
         return ()
+
+
+def read_run_token(run: Path) -> str:
+    """Return the token in the run's folder; empty while there is none that can be read."""
+    try:
+        return str(_read(run)["token"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _read(run: Path) -> Any:  # JSON, of whatever shape
+    return json.loads((run / FOLDER / "root.json").read_text(encoding="utf-8"))

@@ -11,6 +11,7 @@ import select
 import threading
 from typing import TYPE_CHECKING
 
+from paceline.core.handshake import TokenRefused
 from paceline.launch.rendezvous.inbox import Inbox
 from paceline.launch.rendezvous.links import connect
 from paceline.launch.rendezvous.member import (
@@ -49,15 +50,20 @@ class MemberClient:
         start_info: how to start the rank.
         stop_reason: why the rank is to end.
         refusal: why the root that it reached last did not take this task; empty if it did.
+        has_other_token: whether what listens where the root should has another token.
         leave: how the run ended, as far as the member knows, once it has left.
     """
 
-    def __init__(self, state: MemberState, task: TaskPlacement, run: Path, clock: Clock) -> None:
+    def __init__(
+        self, state: MemberState, task: TaskPlacement, run: Path, clock: Clock, token: str
+    ) -> None:
         self.changed = threading.Event()
         self.start_info: StartInfo | None = None
         self.stop_reason: str = ""
         self.refusal: str = ""
+        self.has_other_token = False
         self.leave: Leave | None = None
+        self._token = token
         self._state = state
         self._task = task
         self._run_folder = run
@@ -138,6 +144,18 @@ class MemberClient:
             self._link.close()
             self._link = None
 
+    def _connect(self, attempt: int) -> RootLink | None:
+        job = self._state.identity.job
+        try:
+            link = connect(self._task, job, self._run_folder, attempt, self._token)
+        except TokenRefused as problem:
+            if not self.has_other_token:
+                _LOG.warning("%s %d waits: %s", self._task.noun, self._task.task_number, problem)
+            self.has_other_token = True
+            return None
+        self.has_other_token = False
+        return link
+
     def _handle(self, event: MemberEvent) -> None:
         for action in self._state.handle(event, self._clock.now_s()):
             self._do(action)
@@ -146,9 +164,7 @@ class MemberClient:
         match action:
             case Connect():
                 self._hang_up()
-                self._link = connect(
-                    self._task, self._state.identity.job, self._run_folder, action.attempt
-                )
+                self._link = self._connect(action.attempt)
                 self._handle(LinkUp() if self._link is not None else LinkDown())
             case SendReport():
                 if self._link is not None:

@@ -9,6 +9,7 @@ import uuid
 from typing import TYPE_CHECKING, Self
 
 from paceline.core.errors import DeadlineExceeded, RankLost
+from paceline.core.token import find_token
 from paceline.launch.exits import ExitOutcome, RankExit
 from paceline.launch.rendezvous.addresses import (
     FOLDER,
@@ -61,7 +62,9 @@ class TaskRendezvous:
         deadlines: Deadlines,
         clock: Clock,
         data: tuple[DataOffer, ...] = (),
+        token_file: str = "",
     ) -> None:
+        self._token = find_token(token_file)
         self.task_number = task.task_number
         self.first_rank = task.task_number * task.ranks_per_task
         self._run = run
@@ -84,7 +87,7 @@ class TaskRendezvous:
         state = MemberState(
             identity=identity, deadlines=deadlines, begin_s=clock.now_s(), stays=bool(data)
         )
-        self._client = MemberClient(state, task, run, clock)
+        self._client = MemberClient(state, task, run, clock, self._token)
         self._job = identity.job
 
     def __enter__(self) -> Self:
@@ -133,11 +136,12 @@ class TaskRendezvous:
             folder=str(self._run.resolve()),
         )
         try:
-            write_address(self._run, state.run, hosts, port)
+            run_token = write_address(self._run, state.run, hosts, port)
         except BaseException:
             listener.close()
             raise
-        self._server = RootServer(state, listener, self._run, self._task, self._clock)
+        tokens = (self._token, run_token)
+        self._server = RootServer(state, listener, self._run, self._task, self._clock, tokens)
         self._server.start()
 
     def await_start(self) -> StartInfo:
@@ -246,15 +250,16 @@ class TaskRendezvous:
         )
 
     def _without_rank_0(self, problem: str) -> DeadlineExceeded:
+        why = f"{self._deadlines.rendezvous_timeout_s:g} s passed; looked at "
+        why += f"{name_addresses(self._task)} and in {self._run / FOLDER}"
         fix = "See rank 0's output; a firewall must let the tasks connect, or the nodes share the "
         fix += "run's folder"
         if self._client.refusal and self._task.port:
             fix = "Give each node its own --node-rank, and each job a port and a name of its own, "
             fix += "the same on all of its nodes: --rdzv-endpoint HOST:PORT --rdzv-id NAME"
-        return DeadlineExceeded(
-            problem,
-            where=f"{self._task.noun} {self.task_number}, job {self._job}",
-            why=f"{self._deadlines.rendezvous_timeout_s:g} s passed; looked at "
-            f"{name_addresses(self._task)} and in {self._run / FOLDER}",
-            fix=fix,
-        )
+        if self._client.has_other_token:
+            why += "; what listens there refused the token of this task"
+            fix = "Have all launchers share their user's home or the run's folder, or give them "
+            fix += "the same --token-file"
+        where = f"{self._task.noun} {self.task_number}, job {self._job}"
+        return DeadlineExceeded(problem, where=where, why=why, fix=fix)

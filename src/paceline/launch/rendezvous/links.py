@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from paceline.core.errors import StorageError
 from paceline.core.files import commit_bytes
-from paceline.launch.rendezvous.addresses import FOLDER, known_addresses, read_address
+from paceline.core.handshake import TokenRefused, prove
+from paceline.launch.rendezvous.addresses import (
+    FOLDER,
+    known_addresses,
+    read_address,
+    read_run_token,
+)
 from paceline.launch.rendezvous.messages import (
     MAX_MESSAGE_BYTES,
     BadMessage,
@@ -24,6 +30,7 @@ if TYPE_CHECKING:
     from paceline.launch.task_placement import TaskPlacement
 
 CONNECT_S = 3.0  # a firewall that drops packets would stall a connection attempt for minutes
+_PROVE_S = 0.5  # for the root to prove the token at the first attempt; longer at later ones
 _FILE_FROM_ATTEMPT = 3  # with known addresses, the file is looked for only after so many attempts
 _FOLDER_FROM_ATTEMPT = 8  # and messages go through files only after so many
 
@@ -119,22 +126,50 @@ class FolderLink:
         """Do nothing: the last report must stay until the root has read it."""
 
 
-def connect(task: TaskPlacement, job: str, run: Path, attempt: int) -> RootLink | None:
-    """Return a link to the root; None if it is not found now.
+def connect(task: TaskPlacement, job: str, run: Path, attempt: int, token: str) -> RootLink | None:
+    """Return a link to the root, which has proved that it has the token; None: not found now.
 
     Early attempts do not read the run's folder if the address is known without it.
+
+    Raises:
+        TokenRefused: what listens there has another token than this task and the run's folder.
     """
     known = known_addresses(task, job)
     turn = attempt % max(1, len(known))  # an agreed port may be in use by something else
     written = read_address(run) if not known or attempt >= _FILE_FROM_ATTEMPT else ()
-    link = _connect_tcp((*written, *known[turn:], *known[:turn]))
+    wait_s = min(CONNECT_S, _PROVE_S * (attempt + 1))
+    link = _connect_tcp((*written, *known[turn:], *known[:turn]), token, run, wait_s)
     if link is not None or not written or attempt < _FOLDER_FROM_ATTEMPT:
         return link
     return FolderLink(run, task.task_number)  # the root is there, but TCP does not reach it
 
 
-def _connect_tcp(addresses: Iterable[tuple[str, int]]) -> TcpLink | None:
+def _connect_tcp(
+    addresses: Iterable[tuple[str, int]], token: str, run: Path, wait_s: float
+) -> TcpLink | None:
+    refusal: TokenRefused | None = None
     for address in addresses:
+        try:
+            return _greet(address, token, wait_s)
+        except TokenRefused as problem:  # by the root of another user, or on a node without a home
+            refusal = problem
+        except TimeoutError:  # something else listens there, and waits: others at the next attempt
+            return None
+        except OSError:
+            continue
         with contextlib.suppress(OSError):
-            return TcpLink(socket.create_connection(address, timeout=CONNECT_S))
+            if run_token := read_run_token(run):
+                return _greet(address, run_token, wait_s)
+    if refusal is not None:
+        raise refusal
     return None
+
+
+def _greet(address: tuple[str, int], token: str, wait_s: float) -> TcpLink:
+    connection = socket.create_connection(address, timeout=CONNECT_S)
+    try:
+        prove(connection, token, wait_s)
+        return TcpLink(connection)
+    except BaseException:
+        connection.close()
+        raise

@@ -7,7 +7,8 @@
     member --RUN/rendezvous/*.report--> listing ---+
 
 One thread owns the state machine, all sockets and the folder. Other threads pass events to it
-through `_inbox`, and wait for `ended`. Invalid input closes its connection and has no other effect.
+through `_inbox`, and wait for `ended`. Who connects proves the token first (`core.handshake`);
+invalid input closes its connection and has no other effect.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import resource
 import selectors
 import shutil
 import socket
@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import PacelineError
 from paceline.core.files import commit_bytes
+from paceline.core.handshake import Entrance, Stranger
+from paceline.core.processes import allow_descriptors
 from paceline.launch.rendezvous.addresses import FOLDER, choose_address
 from paceline.launch.rendezvous.inbox import Inbox
 from paceline.launch.rendezvous.messages import MAX_MESSAGE_BYTES, BadMessage, parse_report
@@ -51,9 +53,8 @@ if TYPE_CHECKING:
 
 _TICK_S = 0.25
 _POLL_INTERVAL_S = 1.0  # between two searches for reports in the folder
-_GREETING_S = 20.0  # for a connection to send its first report
-_SPARE_CONNECTIONS = 64  # for strangers and reconnecting members, in addition to one per task
-_SPARE_DESCRIPTORS = 256  # that this process needs in addition to one for each task
+_SPARE_CONNECTIONS = 64  # for members that connect again, in addition to one per task
+_SPARE_DESCRIPTORS = 512  # that this process needs in addition to one for each task
 _MAX_UNSENT_BYTES = 1 << 20
 _LOG = logging.getLogger(__name__)
 
@@ -63,11 +64,9 @@ class _Connection:
     """One TCP connection; serves as the state machine's `Peer`."""
 
     socket: socket.socket
-    accepted_s: float
     address: str = ""
     received: bytes = b""
     unsent: bytes = b""
-    greeted: bool = False
     closing: bool = False
 
 
@@ -93,28 +92,26 @@ class RootServer:
         run: Path,
         task: TaskPlacement,
         clock: Clock,
+        tokens: tuple[str, ...],
     ) -> None:
         self.ended = threading.Event()
         self.outcome: AllEnded | None = None
         self._state = state
-        self._listener = listener
         self._folder = run / FOLDER
         self._task = task
         self._clock = clock
         self._inbox: Inbox[RootEvent] = Inbox()
         self._selector = selectors.DefaultSelector()
+        self._entrance = Entrance(listener, self._selector, tokens)
         self._connections: set[_Connection] = set()
         self._seen_reports: dict[str, tuple[int, int]] = {}
         self._finished = False
-        self._is_accepting = True
         self._thread = threading.Thread(target=self._run, name="paceline-root", daemon=True)
 
     def start(self) -> None:
         """Begin to listen."""
-        _allow_descriptors(self._state.world_size + _SPARE_DESCRIPTORS)
-        self._listener.setblocking(False)
-        for waiting in (self._listener, self._inbox):
-            self._selector.register(waiting, selectors.EVENT_READ)
+        allow_descriptors(self._state.world_size + _SPARE_DESCRIPTORS)
+        self._selector.register(self._inbox, selectors.EVENT_READ)
         self._thread.start()
 
     def put(self, event: RootEvent) -> None:
@@ -134,18 +131,22 @@ class RootServer:
                 if now_s >= look_s:
                     look_s = now_s + _POLL_INTERVAL_S
                     self._read_folder()
-                    self._close_strangers(now_s)
-                    self._accept_again()
+                    self._entrance.close_late(now_s)
                 self._handle(Tick())
         finally:
             self._close()
 
     def _serve(self, timeout_s: float) -> None:
+        now_s, has_callers = self._clock.now_s(), False
         for key, mask in self._selector.select(timeout_s):
-            if key.fileobj is self._listener:
-                self._accept()
+            if key.data is self._entrance:
+                has_callers = True
+            elif isinstance(key.data, Stranger):
+                self._admit(key.data, now_s)
             elif key.fileobj is not self._inbox:
                 self._exchange(key.data, mask)
+        if has_callers:
+            self._entrance.accept(now_s)
         for event in self._inbox.take():
             self._handle(event)
 
@@ -179,32 +180,16 @@ class RootServer:
 
     # --- TCP ------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        limit = self._state.world_size + _SPARE_CONNECTIONS
-        for _ in range(limit):
-            try:
-                accepted, address = self._listener.accept()
-            except BlockingIOError:  # no more for now
-                return
-            except OSError as problem:  # no descriptor: the others wait in the listener's queue
-                _LOG.warning("cannot accept a task's connection: %s", problem)
-                self._selector.unregister(self._listener)  # it stays readable: do not spin
-                self._is_accepting = False
-                return
-            if len(self._connections) >= limit:
-                accepted.close()
-                continue
-            accepted.setblocking(False)
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            host = str(address[0]).removeprefix("::ffff:")  # of IPv4 on a socket for both
-            connection = _Connection(accepted, self._clock.now_s(), host)
-            self._connections.add(connection)
-            self._selector.register(accepted, selectors.EVENT_READ, connection)
-
-    def _accept_again(self) -> None:
-        if not self._is_accepting:
-            self._selector.register(self._listener, selectors.EVENT_READ)
-            self._is_accepting = True
+    def _admit(self, stranger: Stranger, now_s: float) -> None:
+        admitted = self._entrance.admit(stranger, now_s)
+        if admitted is None:
+            return
+        if len(self._connections) >= self._state.world_size + _SPARE_CONNECTIONS:
+            admitted.close()
+            return
+        connection = _Connection(admitted, stranger.host)
+        self._connections.add(connection)
+        self._selector.register(admitted, selectors.EVENT_READ, connection)
 
     def _exchange(self, connection: _Connection, mask: int) -> None:
         if connection not in self._connections:
@@ -228,7 +213,6 @@ class RootServer:
                 raise BadMessage("a line without an end")
             for line in lines:
                 report = parse_report(line)
-                connection.greeted = True
                 self._handle(Received(connection, report, connection.address))
         except BadMessage as problem:
             _LOG.info("closing a connection: %s", problem)
@@ -269,11 +253,6 @@ class RootServer:
         connection.socket.close()
         self._handle(Disconnected(connection))
 
-    def _close_strangers(self, now_s: float) -> None:
-        for connection in list(self._connections):
-            if not connection.greeted and now_s - connection.accepted_s > _GREETING_S:
-                self._hang_up(connection)
-
     # --- files ----------------------------------------------------------------------------------
 
     def _read_folder(self) -> None:
@@ -297,19 +276,8 @@ class RootServer:
     def _close(self) -> None:
         for connection in self._connections:
             connection.socket.close()
+        self._entrance.close()
         self._selector.close()
-        self._listener.close()
         self._inbox.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         self.ended.set()
-
-
-def _allow_descriptors(count: int) -> None:
-    """Raise the soft limit on open files to `count`, or to the hard limit if that is lower.
-
-    Tasks that then find no connection report through files.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft != resource.RLIM_INFINITY and soft < allowed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))

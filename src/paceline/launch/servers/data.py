@@ -33,8 +33,8 @@ from paceline.core.errors import (
     UsageError,
     storage_errors,
 )
-from paceline.core.files import read_text
 from paceline.core.processes import signal_name
+from paceline.core.token import find_token
 from paceline.launch.rendezvous.messages import DataOffer, DataStart
 from paceline.launch.servers.local_folders import leftovers, lock_folder, make_locked
 from paceline.launch.servers.node import NodeServer, NodeServers
@@ -82,9 +82,9 @@ class DataServers(NodeServers["_PackServer"]):
             DeadlineExceeded: it did not begin to serve.
         """
         start = self._own_part(start)
-        token_file = self._job.resolved.config.data_token_file
+        token_file = self._job.resolved.config.token_file
         if token_file:
-            start = dataclasses.replace(start, token=read_text(Path(token_file)).strip())
+            start = dataclasses.replace(start, token=find_token(token_file))
         self._start = start
         for pack, server in enumerate(self._servers):
             server.serve(start.servers[pack], start.number, start.token)

@@ -6,7 +6,6 @@ read from the source. The error at the very end names what each node did.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from paceline.store.serve.cached_shards import CachedShards
     from paceline.store.serve.known_nodes import KnownNodes
 
-_LOG = logging.getLogger(__name__)
 _IS_DAMAGED = "its bytes are damaged"
 _NOT_THERE = "it does not hold the shard"
 
@@ -101,8 +99,7 @@ class RemoteBatch:
         for shard in np.unique(of_shard).tolist():
             items = self._left[of_shard == shard]
             failed = self._problems.get(shard, {})
-            holders = (name for name in nodes.holders(shard) if name not in failed)
-            node = next(holders, None)
+            node = next((name for name in nodes.holders(shard) if name not in failed), None)
             if node is None:
                 hopeless.append(items)
             else:
@@ -136,7 +133,7 @@ class RemoteBatch:
             if outcome == NOT_HELD:
                 nodes.note_missing(node, shard)
             elif outcome == DAMAGED:
-                _LOG.warning("%s sent damaged bytes of shard %d; reading elsewhere", node, shard)
+                nodes.note_damaged(node, shard)
             why = _NOT_THERE if outcome == NOT_HELD else _IS_DAMAGED
             self._problems.setdefault(shard, {})[node] = why
         return bad

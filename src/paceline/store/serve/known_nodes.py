@@ -8,6 +8,7 @@ a part of them; what is not in them is asked for over the node's link.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -23,6 +24,7 @@ from paceline.core.errors import CorruptPack, PacelineError, RankLost, StorageEr
 from paceline.native import PackReader
 from paceline.store.read.pack import read_options
 from paceline.store.serve.card import host_identity
+from paceline.store.serve.link_rates import LinkRates
 from paceline.store.serve.links import GOOD, MISSING
 from paceline.store.serve.membership import Heard, Membership, Silent
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _ASK_S = 2.0  # for a node's card: one that is gone must not hold up what replicas can serve
 _RETRY_S = 5.0  # before a silent node is asked again
+_TELL_AGAIN_S = 60.0  # a node that sends damaged bytes
 _AT_ONCE = 8  # nodes that are asked, or fetched from, at the same time
 
 
@@ -86,12 +89,14 @@ class KnownNodes:
         self._maps_files = maps_files
         self._connect = connect
         self._clock = clock
+        self._rates = LinkRates(clock)
         self._lock = threading.Lock()  # of what follows
         self._links = {link.name: link for link in links}
         self._near: dict[str, PackReader] = {}
         self._asked_s: dict[str, float] = {}
         self._sought_s: dict[int, float] = {}  # by shard: when its owners were last asked for it
         self._why_lost: dict[str, str] = {}
+        self._damaged_s: dict[tuple[str, int], float] = {}  # when a node was last told of a shard
         self._has_missed = False  # some shard was not where it was sought: nodes may have more now
         self._members = Membership(
             self_name="",
@@ -118,13 +123,16 @@ class KnownNodes:
         """Ask for cards where it is due; wait, so long, only for nodes that were never asked."""
         if self._process != os.getpid():  # forked: without the threads, and a lock may be taken
             self._process, self._lock, self._threads = os.getpid(), threading.Lock(), None
+            self._rates = LinkRates(self._clock)
         while self._ask_due(wait_s):
             pass  # some node may have named another one
 
     def holders(self, shard: int) -> list[str]:
-        """Return the nodes to read a shard from, the best first: those whose files are mapped."""
+        """Return the nodes to read a shard from: first mapped ones, last slow ones."""
         with self._lock:
-            return sorted(self._members.holders(shard), key=lambda name: name not in self._near)
+            holders = self._members.holders(shard)
+            near = [name for name in holders if name in self._near]
+        return [*near, *self._rates.order([name for name in holders if name not in near])]
 
     def fetch(
         self, node: str, plan: ExtentPlan, items: NDArray[np.int64], out: NDArray[np.uint8]
@@ -136,8 +144,11 @@ class KnownNodes:
         outcomes = self._read_mapped(node, plan, items, out)
         left = items if outcomes is None else items[outcomes[items] == MISSING]
         if left.size:
+            begin_s = self._clock.now_s()
             sent = self._links[node].fetch(plan, left, out, self._wait_s)
-            self.count(nodes=int(plan.stored_lengths[left[sent[left] == GOOD]].sum()))
+            size = int(plan.stored_lengths[left[sent[left] == GOOD]].sum())
+            self._rates.note(node, size, self._clock.now_s() - begin_s)
+            self.count(nodes=size)
             outcomes = sent if outcomes is None else np.maximum(outcomes, sent)
         assert outcomes is not None
         return outcomes
@@ -213,6 +224,21 @@ class KnownNodes:
         with self._lock:
             self._has_missed = True
             self._members.forget(name, shard)
+
+    def note_damaged(self, name: str, shard: int) -> None:
+        """Tell a node that it sent damaged bytes of a shard, beside the reads; once in a while."""
+        now_s = self._clock.now_s()
+        with self._lock:
+            if now_s - self._damaged_s.get((name, shard), -math.inf) < _TELL_AGAIN_S:
+                return
+            self._damaged_s[name, shard] = now_s
+        _LOG.warning("%s sent damaged bytes of shard %d; reading elsewhere", name, shard)
+
+        def tell() -> None:
+            with contextlib.suppress(PacelineError):  # what it says then is no reader's concern
+                self._links[name].card(_ASK_S, damaged=shard)
+
+        self._pool().submit(tell)
 
     def note_missed(self) -> None:
         """Take note that no node had something: they may have more by now."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 
 from paceline.core.errors import UsageError
+from paceline.core.token import find_token
 from paceline.native import PeerLink, peer_error, tls_context
 from paceline.store.serve.card import NodeAddress, NodeCard, digest, host_identity
 
@@ -33,12 +34,13 @@ class NodeLink(Protocol):
 
     name: str
 
-    def card(self, wait_s: float, caller: str = "") -> NodeCard:
+    def card(self, wait_s: float, caller: str = "", damaged: int = -1) -> NodeCard:
         """Return what the node says of itself now.
 
         Args:
             wait_s: for the answer.
             caller: name of the node that asks, which the other one then takes as a peer.
+            damaged: a shard of which it sent damaged bytes, so that it looks at it; -1: none.
 
         Raises:
             RankLost: it cannot be reached.
@@ -87,12 +89,12 @@ class TcpNodeLink:
     Args:
         address: of the node.
         pack: identity of the pack.
-        token: "" if the node needs none.
+        token: of the node.
         tls: of this token; None: nothing is encrypted.
     """
 
     def __init__(
-        self, address: NodeAddress, pack: str, token: str = "", tls: TlsContext | None = None
+        self, address: NodeAddress, pack: str, token: str, tls: TlsContext | None = None
     ) -> None:
         self.name = str(address)
         self._address = address
@@ -102,9 +104,16 @@ class TcpNodeLink:
         self._idle: list[PeerLink] = []
         self._process = os.getpid()
 
-    def card(self, wait_s: float, caller: str = "") -> NodeCard:
+    def card(self, wait_s: float, caller: str = "", damaged: int = -1) -> NodeCard:
         """See `NodeLink`."""
-        return self._on_connection(lambda link, left_s: self._ask(link, left_s, caller), wait_s)
+
+        def work(link: PeerLink, left_s: float) -> NodeCard:
+            kind, why, card = link.ask_card(left_s, caller.encode(), damaged)
+            if kind:
+                raise peer_error(kind, why, self.name)
+            return NodeCard.from_bytes(card, self.name)
+
+        return self._on_connection(work, wait_s)
 
     def fetch(
         self, plan: ExtentPlan, items: NDArray[np.int64], out: NDArray[np.uint8], wait_s: float
@@ -136,12 +145,6 @@ class TcpNodeLink:
             idle, self._idle = self._idle, []
         for link in idle:
             link.close()
-
-    def _ask(self, link: PeerLink, wait_s: float, caller: str) -> NodeCard:
-        kind, why, card = link.ask_card(wait_s, caller.encode())
-        if kind:
-            raise peer_error(kind, why, self.name)
-        return NodeCard.from_bytes(card, self.name)
 
     def _on_connection(self, work: Callable[[PeerLink, float], T], wait_s: float) -> T:
         """Return what `work` does on a kept connection, or where that has ended, on a new one."""
@@ -197,10 +200,13 @@ def encryption(token: str) -> TlsContext:
 def tcp_connector(pack: str, token: str, *, tls: bool = False) -> Connector:
     """Return what makes the link to a node of this pack from its name, ``HOST:PORT``.
 
+    Without a `token`, links prove the user's (`core.token`).
+
     Raises:
-        UsageError: the token is too short for TLS.
+        UsageError: the token is too short for TLS, or the user's cannot be read or made.
         Missing: there is no OpenSSL.
     """
+    token = token or find_token()
     context = encryption(token) if tls else None
 
     def connect(name: str) -> NodeLink:
@@ -232,7 +238,7 @@ class LocalNodeLink:
         self.name = node.name
         self._node = node
 
-    def card(self, wait_s: float, caller: str = "") -> NodeCard:
+    def card(self, wait_s: float, caller: str = "", damaged: int = -1) -> NodeCard:
         """See `NodeLink`."""
         self._check(wait_s)
         held = tuple(sorted(self._node.shards))

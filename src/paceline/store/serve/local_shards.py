@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from paceline.store.read.pack import Pack
 
+_PIECE_BYTES = 4 << 20
 _MARKER = ".local-shards"  # of a folder whose shards may be deleted
 _NO_UNNAMED = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)  # open(2), O_TMPFILE
 
@@ -151,6 +152,18 @@ class LocalShards:
         finally:
             with self._room:
                 del self._left[writer]
+
+    def is_right(self, shard: int) -> bool:
+        """Return whether a shard that is here has the digest of the index; True if there is none.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        found = hashlib.sha256()
+        with self.path(shard).open("rb", buffering=0) as file:
+            while piece := file.read(_PIECE_BYTES):
+                found.update(piece)
+        return not self._digests or found.digest() == self._digests[shard]
 
     def remove(self, shard: int) -> None:
         """Delete a shard. Who has its file open can still read it."""

@@ -12,19 +12,23 @@ enough to join: the others hear of the new node, and give it its share.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import ipaddress
 import logging
+import math
 import os
 import re
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import PacelineError, RankLost, UsageError, storage_errors
+from paceline.core.processes import allow_descriptors
+from paceline.core.token import find_token
 from paceline.native import PeerServer, PeerStats
 from paceline.store.read.pack import open_packed
 from paceline.store.serve.card import NodeAddress, NodeCard, NodeLoad, digest, host_identity
@@ -55,6 +59,9 @@ _LOG = logging.getLogger(__name__)
 _AT_ONCE = 2  # copies
 _ASKED_AT_ONCE = 8  # peers
 _ASKED_PER_BEAT = 64  # peers that answered last time: how many there are costs nothing more
+_DESCRIPTORS = 20_000  # of connections, or as many as the system allows
+
+_LOOK_AGAIN_S = 60.0  # at a shard that readers say is damaged
 _TICK_S = 0.05  # between two looks at copies that are under way
 
 
@@ -69,7 +76,7 @@ class NodeOptions:
         replicas: copies of each shard, the same on all nodes.
         everywhere: patterns of sample names, as `fnmatch` has them: all nodes hold the shards of
             these samples; the same on all nodes.
-        token: needed as soon as `listen` is no address of loopback.
+        token: the same for all nodes and their clients; empty: the user's (`core.token`).
         tls: whether to encrypt what travels, with a key that follows from the token.
         source_bytes_per_s: limit for reading from the pack; 0: none.
         threads: that send.
@@ -99,7 +106,7 @@ class NodeOptions:
 
     def __post_init__(self) -> None:
         try:
-            is_loopback = ipaddress.ip_address(self.listen.host).is_loopback
+            ipaddress.ip_address(self.listen.host)
         except ValueError:
             raise UsageError(
                 f"cannot listen on {self.listen.host!a}",
@@ -107,12 +114,6 @@ class NodeOptions:
                 why="it is not a numeric address",
                 fix="Give the address of an interface, for example 127.0.0.1 or 10.0.0.7",
             ) from None
-        if not is_loopback and not self.token:
-            raise UsageError(
-                "a node that other machines can reach needs a token",
-                where=str(self.listen),
-                fix="Give all nodes the same secret (--token-file), or listen on 127.0.0.1",
-            )
         if self.peers and self.local is None:
             raise UsageError(
                 "a node with peers needs local storage for its shards",
@@ -134,6 +135,7 @@ class StoreNode:
         self, pack: str | os.PathLike[str], options: NodeOptions, clock: Clock | None = None
     ) -> None:
         self.options = options
+        self._token = options.token or find_token()
         self.pack = open_packed(pack, index_only=options.local is not None)
         self._clock: Clock = clock or SystemClock()
         self._lengths = [int(length) for length in self.pack.index.shard_lengths]
@@ -148,7 +150,7 @@ class StoreNode:
             raise
         address = NodeAddress(host=options.listen.host, port=self.server.port)
         self.name = options.name or str(address)
-        self._connect = tcp_connector(self.pack.identity, options.token, tls=options.tls)
+        self._connect = tcp_connector(self.pack.identity, self._token, tls=options.tls)
         self._links: dict[str, NodeLink] = {}
         self.members = Membership(
             self_name=self.name,
@@ -176,6 +178,9 @@ class StoreNode:
         self._missed = self._failed_copies = 0
         self._turn = 0  # which peer to ask next
         self._asked: set[int] = set()  # shards that readers here want
+        self._suspects: set[int] = set()  # shards here that readers of this node got damaged
+        self._looked_s: dict[int, float] = {}  # when a shard was last looked at, on a reader's word
+        self._looks: dict[int, Future[bool]] = {}  # that are under way
         self._refused: set[str] = set()  # peers that refuse this node
         self._stop = threading.Event()
         self._problem: Exception | None = None  # that ended the thread
@@ -219,6 +224,18 @@ class StoreNode:
     def ask(self, shard: int) -> None:
         """Have a shard copied before others, if it is this node's to copy; from any thread."""
         self._asked.add(shard)
+
+    def note_damaged(self, place: str, shard: int) -> None:
+        """Take note that a shard was read damaged from a node, or from this one; any thread."""
+        if place == self.name:
+            self._suspects.add(shard)
+            return
+
+        def tell() -> None:
+            with contextlib.suppress(PacelineError):
+                self.link(place).card(self.options.wait_s, self.name, damaged=shard)
+
+        self._askers.submit(tell)
 
     def finish_copies(self) -> None:
         """Wait for the copies that are under way."""
@@ -273,6 +290,7 @@ class StoreNode:
         self._collect()
         for caller in self.server.take_callers():
             self._meet(caller)
+        self._look_at_damaged()
         missed = self.server.take_missed()
         self._missed += len(missed)
         asked, self._asked = self._asked, set()
@@ -281,6 +299,31 @@ class StoreNode:
         now_s = self._clock.now_s()
         for stage in self.staging.start(self.members.placement, now_s):
             self.copier.start(stage)
+
+    def _look_at_damaged(self) -> None:
+        """Look at shards that readers say they got damaged; copy those again that are."""
+        now_s = self._clock.now_s()
+        suspects, self._suspects = self._suspects, set()
+        for shard in suspects.union(self.server.take_damaged()):
+            is_due = now_s - self._looked_s.get(shard, -math.inf) >= _LOOK_AGAIN_S
+            if is_due and shard in self.members.held and shard not in self._looks:
+                self._looked_s[shard] = now_s
+                self._looks[shard] = self._askers.submit(self.shards.is_right, shard)
+        for shard in [shard for shard, look in self._looks.items() if look.done()]:
+            look = self._looks.pop(shard)
+            if look.exception() is None and look.result():
+                _LOG.warning("a reader got shard %d damaged; here it is right", shard)
+            elif self.options.local is None:
+                _LOG.warning(
+                    "shard %d of the pack is damaged: paceline store repair %s",
+                    shard,
+                    self.pack.path,
+                )
+            elif shard in self.members.held:
+                _LOG.warning(
+                    "shard %d in %s is damaged: it is copied again", shard, self.shards.folder
+                )
+                self._drop(shard)
 
     def _on_copied(self, count: int, from_source: bool) -> None:
         """Take note of bytes that a copy has brought; from any thread."""
@@ -363,7 +406,8 @@ class StoreNode:
             self._clock.wait(self._stop, min(left_s, _TICK_S) if is_busy else left_s)
 
     def _listen(self) -> PeerServer:
-        listen, token = self.options.listen, self.options.token
+        listen, token = self.options.listen, self._token
+        allow_descriptors(_DESCRIPTORS)
         tls = encryption(token) if self.options.tls else None
         with storage_errors(
             "a node cannot listen", where=str(listen), fix="Give another address or port"

@@ -3,29 +3,33 @@
 ::
 
     client                                     server
-      <-- 32 random bytes ------------------------
-      --- HMAC-SHA-256 of these, by the token --->   else it closes the connection
+      <-- handshake (core.handshake) ------------>   else the server closes the connection
       --- frame: {"do": "apply", ...} ----------->
       <-- frame: {"error": 0, ...} ---------------   an errno
       <-- bytes of a file, if it says so ---------
 
-A frame is a length of 4 bytes (little endian) and a JSON object. The token itself never travels.
+A frame is a length of 4 bytes (little endian) and a JSON object.
+
+A server's connections wait in one thread, and a thread of a pool answers each request: thousands of
+nodes may keep theirs open.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import json
 import logging
 import os
-import secrets
+import selectors
 import socket
 import struct
 import threading
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.handshake import Entrance, Stranger, prove
 from paceline.native import peer_error
 
 if TYPE_CHECKING:
@@ -36,11 +40,11 @@ if TYPE_CHECKING:
     Handler = Callable[[dict[str, Any]], tuple[dict[str, Any], int | None]]
 
 _LOG = logging.getLogger(__name__)
-_NONCE_BYTES = 32
 _MOST_FRAME = 1 << 20
-_MOST_CONNECTIONS = 2048
-_IDLE_S = 3600.0
-_HELLO_S = 10.0
+_MOST_CONNECTIONS = 16384
+_MOST_AT_ONCE = 256  # requests that are answered at a time
+_FRAME_S = 30.0  # for a request to come whole, and for each piece of its answer to be taken
+_LOOK_S = 1.0
 _PIECE_BYTES = 8 << 20
 _MALFORMED = (ValueError, TypeError, KeyError, RecursionError)  # of a message: no answer
 
@@ -51,7 +55,7 @@ class OutputLink:
     def __init__(self, address: NodeAddress, token: str) -> None:
         self.name = str(address)
         self._address = (address.host, address.port)
-        self._token = token.encode()
+        self._token = token
         self._lock = threading.Lock()
         self._idle: list[socket.socket] = []
 
@@ -127,8 +131,7 @@ class OutputLink:
         connection = socket.create_connection(self._address, wait_s)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            nonce = _receive(connection, _NONCE_BYTES)
-            connection.sendall(_digest(self._token, nonce))
+            prove(connection, self._token, wait_s)
         except BaseException:
             connection.close()
             raise
@@ -136,50 +139,69 @@ class OutputLink:
 
 
 class OutputListener:
-    """Answers the other nodes, each connection in a thread of its own.
+    """Answers the other nodes, from here on until the process ends.
 
     Args:
         listener: that listens already.
         token: of all nodes.
         handle: returns the answer to a message, and a descriptor whose bytes follow it, or None.
+            Called from many threads.
     """
 
     def __init__(self, listener: socket.socket, token: str, handle: Handler) -> None:
-        self._listener = listener
-        self._token = token.encode()
         self._handle = handle
-        self._room = threading.Semaphore(_MOST_CONNECTIONS)
-        threading.Thread(target=self._accept, name="paceline-output", daemon=True).start()
+        self._selector = selectors.DefaultSelector()
+        self._entrance = Entrance(listener, self._selector, (token,))
+        self._count = 0  # of connections that have proved the token; of the thread that waits
+        # What threads of the pool give back: a connection to wait for, or None for one that ended.
+        self._back: deque[socket.socket | None] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._pool = ThreadPoolExecutor(_MOST_AT_ONCE, "paceline-output")
+        threading.Thread(target=self._wait, name="paceline-output-wait", daemon=True).start()
 
-    def _accept(self) -> None:
+    def _wait(self) -> None:
         while True:
-            self._room.acquire()  # released by the connection's thread
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(
-                target=self._serve, args=(connection,), name="paceline-output", daemon=True
-            ).start()
+            has_callers = False
+            for key, _ in self._selector.select(_LOOK_S):
+                if key.data is self._entrance:
+                    has_callers = True
+                elif isinstance(key.data, Stranger):
+                    self._admit(key.data)
+                elif isinstance(key.fileobj, socket.socket):
+                    self._selector.unregister(key.fileobj)
+                    self._pool.submit(self._answer, key.fileobj)
+                else:
+                    self._take_back()
+            if has_callers:
+                self._entrance.accept(time.monotonic())
+            self._entrance.close_late(time.monotonic())
 
-    def _serve(self, connection: socket.socket) -> None:
-        try:
-            with connection, contextlib.suppress(OSError, *_MALFORMED):
-                self._answer_all(connection)
-        finally:
-            self._room.release()
-
-    def _answer_all(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(_HELLO_S)
-        nonce = secrets.token_bytes(_NONCE_BYTES)
-        connection.sendall(nonce)
-        said = _receive(connection, hashlib.sha256().digest_size)
-        if not hmac.compare_digest(said, _digest(self._token, nonce)):
-            _LOG.warning("a connection without the token of this run was refused")
+    def _admit(self, stranger: Stranger) -> None:
+        connection = self._entrance.admit(stranger, time.monotonic())
+        if connection is None:
             return
-        connection.settimeout(_IDLE_S)
-        while True:
+        if self._count >= _MOST_CONNECTIONS:
+            connection.close()
+            return
+        self._count += 1
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _take_back(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        while self._back:
+            connection = self._back.popleft()
+            if connection is None:
+                self._count -= 1
+            else:
+                self._selector.register(connection, selectors.EVENT_READ)
+
+    def _answer(self, connection: socket.socket) -> None:
+        """Answer one request, in a thread of the pool, and give the connection back."""
+        back: socket.socket | None = None
+        try:
+            connection.settimeout(_FRAME_S)
             answer, file = self._handle(_receive_frame(connection))
             try:
                 _send_frame(connection, answer)
@@ -188,6 +210,16 @@ class OutputListener:
             finally:
                 if file is not None:
                     os.close(file)
+            back = connection
+        except (OSError, *_MALFORMED) as problem:
+            _LOG.debug("a connection ends: %s", problem)
+        except Exception:  # noqa: BLE001  # of a handler: this thread answers other requests, too
+            _LOG.exception("a request of another node failed")
+        finally:
+            if back is None:
+                connection.close()
+            self._back.append(back)
+            os.eventfd_write(self._wake, 1)
 
 
 class _WriteFailed(Exception):
@@ -205,10 +237,6 @@ def _write_all(file: int, piece: memoryview, position: int) -> None:
             piece, position = piece[count:], position + count
     except OSError as problem:
         raise _WriteFailed(problem) from None
-
-
-def _digest(token: bytes, nonce: bytes) -> bytes:
-    return hmac.new(token, nonce, hashlib.sha256).digest()
 
 
 def _ask(connection: socket.socket, message: dict[str, Any]) -> dict[str, Any]:
@@ -244,9 +272,11 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 def _send_file(connection: socket.socket, file: int, size: int) -> None:
     done = 0
     connection.setblocking(True)
+    patience = struct.pack("ll", int(_FRAME_S), 0)  # struct timeval
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
     while done < size:
         count = os.sendfile(connection.fileno(), file, done, min(size - done, _PIECE_BYTES))
         if not count:
             raise ConnectionError("the file is shorter than it was")
         done += count
-    connection.settimeout(_IDLE_S)
+    connection.settimeout(_FRAME_S)

@@ -287,7 +287,7 @@ def open_remote(  # noqa: PLR0913  # one field each of what a client may choose
             run's.
         replicas: copies of each shard, as the nodes were started with.
         source: the whole pack, to read what no node has.
-        token: that the nodes were started with.
+        token: that the nodes were started with; empty: the user's, which they have by default.
         tls: whether they were started with TLS.
         wait_s: for what one read asks of one node.
         stage_wait_s: how long to wait for a shard that no node has copied yet before it is read

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from paceline.core.clock import SystemClock
 from paceline.core.errors import PacelineError
 from paceline.native import ServedCount
+from paceline.store.serve.link_rates import LinkRates
 from paceline.store.serve.links import GOOD
 from paceline.store.serve.node import StoreNode
 
@@ -133,6 +134,7 @@ class RequestService:
         self._stage_wait_s = stage_wait_s
         self._clock: Clock = clock or SystemClock()
         self._stop = threading.Event()
+        self._rates = LinkRates(self._clock)
         self._lock = threading.Lock()  # of what follows
         self._failed_s: dict[str, float] = {}  # when a node last did not answer
         self._overdue: set[int] = set()  # shards that were waited for in vain
@@ -185,6 +187,8 @@ class RequestService:
         if request.offset + request.length > self._lengths[request.shard]:
             return RequestOutcome.NOBODY  # a program that follows another index
         end_s = self._clock.now_s() + self._stage_wait_s
+        if request.attempt:
+            self._note_damaged(request)
         while True:
             places = self._places(request.shard)[request.attempt :]
             for place in places:
@@ -201,6 +205,14 @@ class RequestService:
             self._node.ask(request.shard)
             self._clock.wait(self._stop, _LOOK_S)
 
+    def _note_damaged(self, request: RangeRequest) -> None:
+        """Take note that the place before the one that is asked for now sent damaged bytes."""
+        places = self._places(request.shard)
+        if request.attempt <= len(places):
+            place = places[request.attempt - 1]
+            if place != _SOURCE:
+                self._node.note_damaged(place or self._node.name, request.shard)
+
     def _places(self, shard: int) -> list[str]:
         """Return where a shard's bytes may be, the best place first."""
         members = self._node.members
@@ -214,14 +226,15 @@ class RequestService:
             if name != self._node.name and name not in holders
         ]
         with self._lock:
-            others = sorted([*holders, *owners], key=self._is_avoided)
+            others = sorted([*self._rates.order(holders), *owners], key=self._is_avoided)
         return [*here, *others, _SOURCE]
 
     def _fetch(self, name: str, request: RangeRequest, out: NDArray[np.uint8]) -> bool:
         wait_s = self._node.options.wait_s
         try:
-            link = self._node.link(name)
+            link, begin_s = self._node.link(name), self._clock.now_s()
             is_good = link.fetch_range(request.shard, request.offset, out, wait_s) == GOOD
+            self._rates.note(name, len(out) * is_good, self._clock.now_s() - begin_s)
         except PacelineError as problem:
             with self._lock:
                 was_lost = self._is_avoided(name, 2 * _AVOID_S)

@@ -201,7 +201,7 @@ class _TurnPlace:
         self.server: TurnServer | None = None
 
     def find(self, rank: int, nodes: int) -> str:
-        """Return host and port of the server, which the first rank of the job starts.
+        """Return the address of the server, which the first rank of the job starts.
 
         Raises:
             DeadlineExceeded: it did not.
@@ -209,7 +209,7 @@ class _TurnPlace:
         if rank == 0:
             self.server = TurnServer(TurnTuner(nodes))
             host = environment().get("MASTER_ADDR") or socket.gethostname()
-            self._store.set(self._key, f"{host}:{self.server.port}")
+            self._store.set(self._key, self.server.address(host))
         try:
             self._store.wait([self._key], timedelta(seconds=self._timeout_s))
         except RuntimeError as problem:  # torch's own classes

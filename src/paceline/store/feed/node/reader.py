@@ -116,8 +116,7 @@ class RingReader:
             # at a time, neither alone could be found to be better as one at a time.
             self._tuner.depth.start_at(1)
         self._go_on_as_before()
-        host, _, port = config.turns.rpartition(":")
-        self._turns = Turns((host, int(port))) if config.turns else None
+        self._turns = Turns(config.turns) if config.turns else None
 
     def _go_on_as_before(self) -> None:
         """Begin with what the reader before this one had found."""

@@ -112,7 +112,7 @@ class NodeConfig:
         last: how the last batch is treated (`RankBatches`).
         window_bytes: of one window at most, about.
         direct: whether reads go past the page cache.
-        turns: host and port of the job's `TurnServer`; empty: readers take no turns.
+        turns: address of the job's `TurnServer`; empty: readers take no turns.
     """
 
     pack: str

@@ -5,6 +5,8 @@ alternate on its disks. LMDBIO let groups of readers pass a token on. Here one p
 grants turns over TCP: a reader asks before it reads a window, and says afterwards how much it read.
 From that the server finds how many turns at a time move most bytes (`TurnTuner`).
 
+The server listens for other nodes. Its address has a token that readers prove (`core.handshake`).
+
 A reader never depends on the server: without an answer it reads after `PATIENCE_S`, and the turn of
 a reader that is gone is free again when its connection ends.
 """
@@ -12,6 +14,7 @@ a reader that is gone is free again when its connection ends.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import selectors
 import socket
 import struct
@@ -21,6 +24,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from paceline.core.handshake import Entrance, Stranger, prove
 from paceline.store.feed.node.tuning import HillClimb
 
 if TYPE_CHECKING:
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 PATIENCE_S = 5.0  # for a turn; then the reader reads without one
 _RETRY_S = 30.0  # before a server that did not answer is asked again
 _CONNECT_S = 2.0
+_LOOK_S = 1.0  # between two looks for strangers whose time is over
 _SAMPLES = 4  # windows of each reader between two decisions of the tuner
 _ASK = b"?"
 _DONE = b"!"
@@ -96,13 +101,18 @@ class TurnServer:
         self._tuner = tuner
         self._clock = clock
         self._listener = socket.create_server(("", 0), backlog=1024)
-        self.port: int = self._listener.getsockname()[1]
+        self._port: int = self._listener.getsockname()[1]
+        self._token = secrets.token_hex(16)
         self._waiting: deque[socket.socket] = deque()
         self._reading: set[socket.socket] = set()
         self._received: dict[socket.socket, bytes] = {}
         self._ends, self._end = socket.socketpair()
         self._thread = threading.Thread(target=self._serve, name="paceline-turns", daemon=True)
         self._thread.start()
+
+    def address(self, host: str) -> str:
+        """Return what `Turns` wants, of readers that reach this host by that name."""
+        return f"{self._token}@{host}:{self._port}"
 
     def close(self) -> None:
         """End the thread; readers that wait read without a turn."""
@@ -112,23 +122,29 @@ class TurnServer:
         self._end.close()
 
     def _serve(self) -> None:
-        with selectors.DefaultSelector() as selector, self._listener, self._ends:
-            selector.register(self._listener, selectors.EVENT_READ)
+        with selectors.DefaultSelector() as selector, self._ends:
+            entrance = Entrance(self._listener, selector, (self._token,))
             selector.register(self._ends, selectors.EVENT_READ)
             while True:
-                for key, _ in selector.select():
+                has_callers = False
+                for key, _ in selector.select(_LOOK_S):
                     if key.fileobj is self._ends:
                         for connection in list(self._received):
                             connection.close()
+                        entrance.close()
                         return
-                    if key.fileobj is self._listener:
-                        with contextlib.suppress(OSError):
-                            connection, _ = self._listener.accept()
-                            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                            selector.register(connection, selectors.EVENT_READ)
-                            self._received[connection] = b""
+                    if key.data is entrance:
+                        has_callers = True
+                    elif isinstance(key.data, Stranger):
+                        admitted = entrance.admit(key.data, time.monotonic())
+                        if admitted is not None:
+                            selector.register(admitted, selectors.EVENT_READ)
+                            self._received[admitted] = b""
                     elif isinstance(key.fileobj, socket.socket):
                         self._receive(selector, key.fileobj)
+                if has_callers:
+                    entrance.accept(time.monotonic())
+                entrance.close_late(time.monotonic())
                 self._grant(selector)
 
     def _receive(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
@@ -181,11 +197,13 @@ class Turns:
     """A reader's side: asks for turns at a server.
 
     Args:
-        address: host and port of the server.
+        address: as `TurnServer.address` returns it.
     """
 
-    def __init__(self, address: tuple[str, int]) -> None:
-        self._address = address
+    def __init__(self, address: str) -> None:
+        self._token, _, place = address.partition("@")
+        host, _, port = place.rpartition(":")
+        self._address = (host, int(port))
         self._connection: socket.socket | None = None
         self._again_s = 0.0
         self.missed = 0  # windows that were read without a turn
@@ -217,6 +235,7 @@ class Turns:
             if self._connection is None:
                 self._connection = socket.create_connection(self._address, _CONNECT_S)
                 self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                prove(self._connection, self._token, _CONNECT_S)
                 self._connection.settimeout(PATIENCE_S)
             self._connection.sendall(_ASK)
             if self._connection.recv(1) == _GRANT:
