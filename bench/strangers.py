@@ -52,7 +52,7 @@ SECTIONS = ("flood", "second user", "modes")
 
 
 def main():
-    flags = options(__doc__, "serve", "attack", "only")
+    flags = options(__doc__, "--serve", "--attack", "--only")
     if flags.serve:
         return serve(flags.serve[0], Path(flags.serve[1]))
     if flags.attack:
@@ -188,7 +188,7 @@ def call_queue(said):
     paths, clock = queue_paths(Path(said["place"]).parent, os.environ), SystemClock()
 
     def call():
-        ask(paths, Request(verb="ls", timeout_s=CALL_S), clock)
+        ask(paths, Request(verb="list"), clock)
 
     return call
 
@@ -405,14 +405,33 @@ def second_user(report, quick):
             token = home / ".config" / "paceline" / "token"
             status = [*PACELINE, "store", "status", str(pack), "--nodes", address]
             ls = [*PACELINE, "queue", "ls", "--dir", queue]
+            join = [*PACELINE, "run", "--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:28477"]
+            join += ["--rdzv-id", "a job"]
+            waiting = subprocess.Popen(
+                [*join, "--node-rank", "0", "--out", str(folder / "run"), "/bin/true"],
+                env=environ, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+            other["PACELINE_RUN__RENDEZVOUS_TIMEOUT_S"] = "5"
             tries = {
+                "joins a run": [
+                    *join,
+                    "--node-rank",
+                    "1",
+                    "--out",
+                    str(folder / "other" / "run"),
+                    "/bin/true",
+                ],
                 "reads the token": ["cat", str(token)],
                 "asks the node": status,
                 "lists the queue": ls,
                 "fills the queue": job,
-                "cancels a job": [*PACELINE, "queue", "cancel", "--dir", queue, "1"],
+                "cancels a job": [*PACELINE, "queue", "cancel", "--dir", queue, "sleep-1"],
                 "reads the queue's files": ["ls", queue],
             }
+            control = subprocess.run(
+                as_nobody([*PACELINE, "--version"]), env=other, capture_output=True, check=False
+            )
+            assert control.returncode == 0, control.stderr
             own = {"asks the node": status, "lists the queue": ls}
             for what, command in own.items():
                 done = subprocess.run(command, env=environ, capture_output=True, check=False)
@@ -421,20 +440,24 @@ def second_user(report, quick):
             succeeded = 0
             for what, command in tries.items():
                 done = subprocess.run(
-                    command, env=other, user=NOBODY, group=NOBODY, capture_output=True, check=False
+                    as_nobody(command), env=other, capture_output=True, check=False
                 )
                 said = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines()
                 report.row(
                     user="another",
                     what=what,
                     succeeds=done.returncode == 0,
-                    said=said[0][:160] if said else "",
+                    said=said[-1][:160] if said else "",
                 )
                 succeeded += done.returncode == 0
             report.bar("what another user can do, of " + str(len(tries)), succeeded, 0)
+            report.row(user="the first", what="waits for its own", succeeds=waiting.poll() is None)
+            assert waiting.poll() is None
+            waiting.terminate()
+            waiting.wait(timeout=START_S)
         finally:
             subprocess.run(
-                [*PACELINE, "queue", "cancel", "--dir", queue, "1"],
+                [*PACELINE, "queue", "cancel", "--dir", queue, "sleep-1"],
                 env=environ,
                 capture_output=True,
                 check=False,
@@ -444,18 +467,43 @@ def second_user(report, quick):
                 process.wait(timeout=START_S)
 
 
+def as_nobody(command):
+    """Return a command that another user runs, also where Python lies in a home that is closed.
+
+    There, it gets a view of the file system in which that home holds Python and nothing else.
+    """
+    become = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *command]
+    python = Path(sys.base_prefix)
+    closed = [folder for folder in reversed(python.parents) if not folder.stat().st_mode & 0o001]
+    if not closed:
+        return become
+    script = f"""
+        set -e
+        keep=$(mktemp -d)
+        mount --bind {python} $keep
+        mount -t tmpfs -o mode=755 none {closed[0]}
+        mkdir -p {python}
+        mount --move $keep {python}
+        exec "$@"
+    """
+    return ["unshare", "--mount", "sh", "-c", script, "sh", *become]
+
+
 # --- modes --------------------------------------------------------------------------------------
 
 SECRET = ("token", "rendezvous", "q/")
 
 RANKS = """
+import os
+import time
 import torch
 import torch.distributed as dist
 import paceline.collectives
 dist.init_process_group("paceline")
 dist.all_reduce(torch.ones(1 << 20))
 print("shared memory", flush=True)
-input()
+while not os.path.exists("looked"):
+    time.sleep(0.02)
 """
 
 
@@ -470,7 +518,8 @@ def modes(report, quick):
                 except FileNotFoundError:
                     continue
                 mode = stat.S_IMODE(status.st_mode)
-                others = 0 if stat.S_ISLNK(status.st_mode) else mode & 0o077
+                is_out_of_reach = stat.S_ISLNK(status.st_mode) or is_closed(path, name)
+                others = 0 if is_out_of_reach else mode & 0o077
                 allowed = 0 if mask == 0o077 or is_secret else 0o077
                 is_right = others & ~allowed == 0
                 wrong += not is_right
@@ -482,6 +531,15 @@ def modes(report, quick):
                     right=is_right,
                 )
     report.bar("files with wrong modes", wrong, 0)
+
+
+def is_closed(path, base):
+    """Whether a folder on the way there lets nobody else through."""
+    return any(
+        not folder.stat().st_mode & 0o011
+        for folder in path.parents
+        if folder.is_relative_to(base) and folder != Path(base)
+    )
 
 
 def made_files(folder, mask):
@@ -530,14 +588,14 @@ def made_files(folder, mask):
         node.wait(timeout=START_S)
         run = subprocess.Popen(
             [*PACELINE, "run", "-n", "2", "--out", "run", "ranks.py"],
-            cwd=folder, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            cwd=folder, env=environ, stdout=subprocess.PIPE,
         )  # fmt: skip
         ready = 0
         while ready < 2 and (line := run.stdout.readline()):
-            ready += b"shared memory" in line
+            ready += line.count(b"shared memory")
         for path in set(Path("/dev/shm").iterdir()) - shared:
             yield "run, shared memory", path, True
-        run.stdin.close()
+        (folder / "looked").touch()
         run.wait(timeout=START_S)
         yield from new("run")
         queue = subprocess.Popen(

@@ -125,7 +125,7 @@ class RunConfig(Configuration):
     """
 
     section: ClassVar[str] = "run"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     ranks: int | None = None
     record: bool = True
     record_io: bool = False
@@ -216,10 +216,11 @@ class RunConfig(Configuration):
 
     @classmethod
     def upgrade(cls, data: dict[str, Any], from_version: int) -> dict[str, Any]:
-        """Version 1 had `bind`, whether each rank gets cores of its own."""
-        assert from_version == 1
-        bind = data.pop("bind", True)
-        return {**data, "budget": "auto" if bind else "off"}
+        """Version 1 had `bind`, whether each rank gets cores of its own; 2 `data_token_file`."""
+        if from_version == 1:
+            bind = data.pop("bind", True)
+            data = {**data, "budget": "auto" if bind else "off"}
+        return {**data, "token_file": data.pop("data_token_file", "")}
 
     @property
     def training(self) -> dict[str, str]:
