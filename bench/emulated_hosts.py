@@ -46,6 +46,13 @@ def network(hosts, rate_bits_per_s):
         yield
 
 
+def change_rate(host, rate_bits_per_s):
+    """Change the rate of one host's link, in both directions."""
+    shape = f"root tbf rate {rate_bits_per_s / 1e6:.0f}mbit burst 256kb latency 50ms"
+    _run(f"tc qdisc change dev {PREFIX}v{host} {shape}")
+    _run(f"ip netns exec {name_of(host)} tc qdisc change dev eth0 {shape}")
+
+
 def name_of(host):
     """Return the name of a host's namespace."""
     return f"{PREFIX}n{host}"

@@ -11,6 +11,9 @@ read. All shards are on their nodes before the time is taken, and each file is r
   host reads its share of the epoch in a random order, and holds as much data however many hosts
   there are. Efficiency is the time on one host, where all files are local, over that on more.
 
+- slow: three hosts serve a pack, each shard on two of them, and a fourth reads batches of 64 files;
+  then the link of one that serves has a twentieth of its rate, and then its own again.
+
 All hosts share the processors of this machine, and its memory stands for their disks.
 
     python bench/store_hosts.py --json [--quick]
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import json
 import os
 import socket
@@ -29,14 +33,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
-from emulated_hosts import address_of, available, inside, network
+from emulated_hosts import address_of, available, change_rate, inside, network
 from harness import Report, options, tell
 
 from paceline import store
+from paceline.store.serve.remote_pack import open_remote
 
 FILE_BYTES = 107_000
 SHARD_BYTES = 8 << 20
@@ -258,11 +264,74 @@ def measure_epoch(report, folder, rounds):
     return place
 
 
+# --- one slow link ------------------------------------------------------------------------------
+
+
+def client(place, nodes):
+    """Run on a host: read batches, and print the rate of each second, until stdin ends."""
+    with open_remote(place, nodes.split(","), replicas=2, maps_files=False) as pack:
+        random, ended = np.random.default_rng(0), threading.Event()
+        threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+        pack.read(0)
+        while not ended.is_set():
+            begin, count = time.perf_counter(), 0
+            while (seconds := time.perf_counter() - begin) < 1.0:
+                count += len(pack.read_batch(random.integers(len(pack), size=64))[0])
+            print(json.dumps({"bytes_per_s": count / seconds}), flush=True)
+
+
+def measure_slow(report, folder, seconds):
+    place = make_pack(folder, 1)
+    with network(4, LINK_BITS), contextlib.ExitStack() as stack:
+        places = [f"{address_of(host)}:7420" for host in range(3)]
+        paceline = (sys.executable, "-m", "paceline", "store")
+        for host in range(3):
+            peers = ",".join(other for other in places if other != places[host])
+            words = ("--listen", places[host], "--peers", peers, "--replicas", "2")
+            local = folder / f"slow{host}"
+            command = [*inside(host), *paceline, "serve", str(place), *words, "--local", str(local)]
+            node = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            stack.callback(node.wait)
+            stack.callback(node.terminate)
+        with store.open_pack(place, index_only=True) as pack:
+            wanted = 2 * pack.shard_count
+        end = time.monotonic() + DEADLINE_S
+        while len(list(folder.glob("slow*/shard-*.pace"))) < wanted:
+            assert time.monotonic() < end, "the nodes did not copy their shards"
+            time.sleep(0.1)
+        reader = subprocess.Popen(
+            [*inside(3), sys.executable, __file__, "--client", str(place), ",".join(places)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        stack.callback(reader.wait)
+        stack.callback(reader.stdin.close)
+
+        def rates(count):
+            return [json.loads(reader.stdout.readline())["bytes_per_s"] for _ in range(count)]
+
+        rates(2)  # opens connections
+        before = rates(seconds)
+        change_rate(1, LINK_BITS / 20)
+        slowed = rates(2 * seconds)
+        change_rate(1, LINK_BITS)
+        after = rates(seconds + 5)[5:]
+    means = {"before": before, "slow": slowed, "after": after}
+    means = {name: statistics.mean(found) for name, found in means.items()}
+    report.row(what="slow", seconds=[round(rate / 1e6) for rate in slowed], **means)
+    ratio = means["slow"] / means["before"]
+    report.bar("one slow link of three: rate over the undisturbed one", ratio, 0.7, at_least=True)
+
+
 def main():
-    asked = options(__doc__, "--reader", "--stream")
+    asked = options(__doc__, "--reader", "--stream", "--client", "--only")
     if asked.reader:
         what, place, folder, rounds = asked.reader
         reader(what, place, Path(folder), int(rounds))
+        return
+    if asked.client:
+        client(*asked.client)
         return
     if asked.stream:
         stream(*map(int, asked.stream))
@@ -272,10 +341,15 @@ def main():
     report = Report("store_hosts", asked.json)
     rounds = 1 if asked.quick else 3
     with tempfile.TemporaryDirectory() as name:
-        tell("epoch")
-        place = measure_epoch(report, Path(name), rounds)
-        tell("links")
-        measure_links(report, place, rounds)
+        folder = Path(name)
+        if not asked.only or "slow" in asked.only:
+            tell("slow")
+            measure_slow(report, folder, 4 if asked.quick else 10)
+        if not asked.only or "links" in asked.only:
+            tell("epoch")
+            place = measure_epoch(report, folder, rounds)
+            tell("links")
+            measure_links(report, place, rounds)
     sys.exit(report.print())
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _SLOWER = 4.0  # than another holder of the same shard; less is noise, or its turn to be busy
 _TRY_AGAIN_S = 5.0
+_TELL_AGAIN_S = 60.0
 _WEIGHT = 0.5  # of the newest rate in the mean: two answers suffice to notice either way
 _LOG = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class LinkRates:
         self._lock = threading.Lock()  # of what follows
         self._rates: dict[str, float] = {}  # bytes per second
         self._tried_s: dict[str, float] = {}
-        self._told: set[str] = set()
+        self._told_s: dict[str, float] = {}
 
     def note(self, node: str, size_bytes: int, seconds: float) -> None:
         """Take note of an answer."""
@@ -56,17 +57,16 @@ class LinkRates:
         """Return whether a node is slow and not due to be tried; the caller has the lock."""
         rate = self._rates.get(node, math.inf)
         if rate * _SLOWER >= fastest:
-            self._told.discard(node)
             return False
-        if node not in self._told:
-            self._told.add(node)
+        now_s = self._clock.now_s()
+        if now_s - self._told_s.get(node, -math.inf) >= _TELL_AGAIN_S:
+            self._told_s[node] = now_s
             _LOG.warning(
                 "%s sends %.3g MB/s, a replica %.3g MB/s: replicas are read where there are any",
                 node,
                 rate / 1e6,
                 fastest / 1e6,
             )
-        now_s = self._clock.now_s()
         if now_s - self._tried_s[node] < _TRY_AGAIN_S:
             return True
         self._tried_s[node] = now_s  # this read tries it, others pass it over meanwhile
