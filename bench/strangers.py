@@ -118,9 +118,11 @@ class Server:
         (folder / "token").chmod(0o600)
         command = [sys.executable, __file__, "--serve", name, str(folder)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        said = json.loads(self.process.stdout.readline())
-        self.place = said["place"]
-        self.call = HONEST[name](said)
+        self.said = json.loads(self.process.stdout.readline())
+        self.place = self.said["place"]
+        self.pid = self.said.get("pid", self.process.pid)
+        self.token = self.said.get("token", TOKEN)
+        self.call = HONEST[name](self.said)
 
     def __enter__(self):
         return self
@@ -209,6 +211,8 @@ def serve(name, folder):
     said = SERVE[name](folder)
     print(json.dumps(said), flush=True)
     sys.stdin.buffer.read()
+    if "pid" in said:
+        os.kill(said["pid"], signal.SIGTERM)
     os._exit(0)
 
 
@@ -266,19 +270,23 @@ def serve_turns(folder):
     from paceline.store.feed.node.turns import TurnServer, TurnTuner
 
     address = TurnServer(TurnTuner(2)).address("127.0.0.1")
-    return {"place": ["127.0.0.1", int(address.rpartition(":")[2])], "address": address}
+    return {
+        "place": ["127.0.0.1", int(address.rpartition(":")[2])],
+        "address": address,
+        "token": address.partition("@")[0],
+    }
 
 
 def serve_queue(folder):
     queue = folder / "q"
     folder.chmod(0o755)  # a stranger reaches the socket, or would
     command = [*PACELINE, "queue", "serve", "--dir", str(queue), "--slots", "1"]
-    subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    daemon = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     end = time.monotonic() + START_S
     while not (queue / "queue.sock").exists():
         assert time.monotonic() < end, "the daemon of the queue did not start"
         time.sleep(0.05)
-    return {"place": str(queue / "queue.sock")}
+    return {"place": str(queue / "queue.sock"), "pid": daemon.pid}
 
 
 SERVE = {
