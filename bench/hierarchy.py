@@ -191,7 +191,7 @@ def measure(groups, size, rounds):
 
     ranks = dist.get_world_size()
     tensor = torch.empty(size // 4)
-    calls = 20 if size < MIB else 3  # sums of ones stay powers of two: exact in bfloat16, too
+    calls = 20 if size <= MIB else 3  # sums of ones stay powers of two: exact in bfloat16, too
     times = {form: [] for form in groups}
     for turn in range(rounds + 1):
         for form, group in groups.items():

@@ -147,12 +147,12 @@ class Realisation:
 
     def _pays_to_move(self, job: JobState, here: Shape, there: Shape) -> bool:
         """Return whether a job gains more than two restarts by other devices alone."""
-        work_done, left = job.work_done_at(self.state.now_s), job.work_left(self.state.now_s)
+        work_done, left = job.work_done_at(self.state.now_s), job.work_expected(self.state.now_s)
         now = self.state.rates.alone(job.job, here, work_done)
         then = self.state.rates.alone(job.job, there, work_done)
         if now <= 0 or then <= now:
             return then > now
-        return left is None or left / now - left / then > 2 * job.job.restart_s
+        return left / now - left / then > 2 * job.job.restart_s
 
     def _vacate(self, group: JobGroup) -> Generator[Action, None, list[JobGroup]]:
         """Preempt small jobs from the nodes that they leave soonest empty; return their groups."""

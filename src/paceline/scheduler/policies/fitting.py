@@ -116,8 +116,8 @@ def pays_to_move(state: State, job: JobState, rate: float) -> bool:
     """
     if rate <= MOVE_GAIN * job.rate:
         return False
-    left = job.work_left(state.now_s)
-    if left is None or job.rate <= 0:
+    left = job.work_expected(state.now_s)
+    if job.rate <= 0:
         return True
     return left / job.rate - left / rate > 2 * job.job.restart_s
 

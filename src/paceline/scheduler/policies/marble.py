@@ -211,9 +211,7 @@ class Marble:
         return gain / (job.work_left(state.now_s) or 1.0)
 
     def _saves(self, state: State, job: JobState, devices: int, more: int) -> bool:
-        left = job.work_left(state.now_s)
-        if left is None:
-            return True
+        left = job.work_expected(state.now_s)
         before, after = self._rate(state, job, devices), self._rate(state, job, more)
         return left / before - left / after > 2 * job.job.restart_s
 
@@ -265,10 +263,10 @@ class Marble:
             if len(slot.jobs) < 2 or not job.job.preemptible:
                 continue
             fit = self._fit(state, job)
-            left = job.work_left(state.now_s)
+            left = job.work_expected(state.now_s)
             if fit is None or fit.rate <= job.rate:
                 continue
             stalled = job.rate <= 0
-            if stalled or left is None or left / job.rate - left / fit.rate > 2 * job.job.restart_s:
+            if stalled or left / job.rate - left / fit.rate > 2 * job.job.restart_s:
                 yield Preempt(name=job.job.name, reason="it moves to devices of its own")
                 yield start(state, job, fit, reason="nobody waits for the free devices")

@@ -117,6 +117,15 @@ class JobState:
         # A job that is still there has something left, whatever was estimated.
         return max(self.job.work - self.work_done_at(now_s), 1e-6 * self.job.work)
 
+    def work_expected(self, now_s: float) -> float:
+        """Return units of work to do; where they are not known, as many as are done.
+
+        Run times in clusters have heavy tails: a job that has run for long runs for long again
+        (Harchol-Balter and Downey, ACM TOCS 1997). One that has just begun is expected to end.
+        """
+        left = self.work_left(now_s)
+        return self.work_done_at(now_s) if left is None else left
+
 
 class State:
     """Jobs and devices of a queue, as the scheduler sees them.
