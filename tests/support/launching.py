@@ -120,9 +120,9 @@ class Launched:
 
 
 def is_torchs(path: Path) -> bool:
-    """Whether torch made a temporary file, and leaves it when a rank is killed without Paceline, too.
+    """Whether a temporary file is torch's, which leaves it, too, where a rank is killed.
 
-    It makes a cache folder when it is imported. A DataLoader that cannot read from a worker makes ten
+    It makes a cache folder when it is imported. A DataLoader that cannot read from a worker makes
     empty files, to see whether it still can (`_try_get_data`); a rank may be killed meanwhile.
     """
     is_probe = re.fullmatch(r"tmp[a-z0-9_]{8}", path.name) is not None
