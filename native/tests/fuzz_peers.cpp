@@ -163,6 +163,8 @@ Sent some_frame(const Connection& connection, Random& random) {
       break;
     case 1:
       made = {.header = {.kind = FrameKind::card}, .body = {}};
+      made.header.shard = static_cast<std::uint32_t>(random() % 6);
+      made.header.count = static_cast<std::uint32_t>(random() % 3);  // 1: it got damaged bytes
       made.header.body_bytes = random() % (2 * max_caller_bytes);  // the name of the node that asks
       break;
     case 2:  // more than a frame holds, and it says so
@@ -195,7 +197,8 @@ Verdict verdict_on(const Sent& frame, const Connection& connection) {
     return frame.body == proof(connection, 1, 2).body ? Verdict::welcomes : Verdict::refuses_and_closes;
   }
   if (header.kind == FrameKind::card) {
-    return header.body_bytes <= max_caller_bytes ? Verdict::says_card : Verdict::closes;
+    const bool fits = header.count <= 1 && header.body_bytes <= max_caller_bytes;
+    return fits ? Verdict::says_card : Verdict::closes;
   }
   if (header.kind != FrameKind::read || header.count == 0 || header.count > max_ranges ||
       header.body_bytes != header.count * sizeof(ByteRange)) {

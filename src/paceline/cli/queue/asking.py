@@ -46,12 +46,12 @@ def find_paths(folder: Path | None) -> QueuePaths:
     return queue_paths(folder, environment())
 
 
-def ask_daemon(folder: Path | None, request: Request) -> Reply:
-    """Return the answer of a queue's daemon; errors as in `client.ask`."""
+def ask_daemon(folder: Path | None, request: Request, *, absent_s: float = 0.0) -> Reply:
+    """Return the answer of a queue's daemon; arguments and errors as in `client.ask`."""
     from paceline.core.clock import SystemClock
     from paceline.scheduler.local.protocol.client import ask
 
-    return ask(find_paths(folder), request, SystemClock())
+    return ask(find_paths(folder), request, SystemClock(), absent_s=absent_s)
 
 
 def print_json(record: Record) -> None:

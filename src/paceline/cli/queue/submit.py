@@ -107,6 +107,14 @@ Example: paceline queue submit -n 2 --work 5000 -- python train.py --epochs 5
     "--cwd", type=click.Path(path_type=Path), default=Path(), help="[default: this folder]"
 )
 @click.option("--wait", is_flag=True, help="Until it has ended; then end as it did.")
+@click.option(
+    "--wait-for-daemon",
+    "absent_s",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    metavar="SECONDS",
+    help="For scripts: how long to wait for a daemon that is being started or was killed.",
+)
 @json_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def submit(
@@ -134,6 +142,7 @@ def submit(
     variables: tuple[str, ...],
     cwd: Path,
     wait: bool,
+    absent_s: float,
     as_json: bool,
     command: tuple[str, ...],
 ) -> None:
@@ -181,7 +190,8 @@ def submit(
         rates=given,
         token=uuid.uuid4().hex,
     )
-    reply = ask_daemon(folder, Request(verb="submit", submission=submission))
+    request = Request(verb="submit", submission=submission)
+    reply = ask_daemon(folder, request, absent_s=absent_s)
     view = reply.jobs[0]
     if not wait:
         print_json(view) if as_json else click.echo(view.name)

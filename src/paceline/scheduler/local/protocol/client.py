@@ -21,11 +21,17 @@ _CHUNK = 1 << 16
 _WAIT_S = 60.0  # a wait is asked again and again: a daemon that dies is noticed
 
 
-def ask(paths: QueuePaths, request: Request, clock: Clock) -> Reply:
+def ask(paths: QueuePaths, request: Request, clock: Clock, *, absent_s: float = 0.0) -> Reply:
     """Return the daemon's answer.
 
     A request may be sent twice when the daemon dies meanwhile: all are made so that it makes no
     difference.
+
+    Args:
+        paths: of the queue.
+        request: to send.
+        clock: for deadlines.
+        absent_s: how long to wait for a daemon where there is none, since it is being started.
 
     Raises:
         Missing: no daemon serves the queue.
@@ -33,16 +39,18 @@ def ask(paths: QueuePaths, request: Request, clock: Clock) -> Reply:
         PacelineError: it refused; the error is its own.
     """
     lost = False
-    until_s = clock.now_s() + request.timeout_s + ANSWER_S
+    begin_s = clock.now_s()
+    until_s = begin_s + absent_s + request.timeout_s + ANSWER_S
     never = threading.Event()
     while True:
         try:
             reply = _ask(paths, request, until_s - clock.now_s())
             break
         except (FileNotFoundError, ConnectionRefusedError):
-            if not lost:
+            if not lost and clock.now_s() >= begin_s + absent_s:
+                waited = f", also after {absent_s:g} s" if absent_s else ""
                 raise Missing(
-                    "no daemon serves this queue",
+                    f"no daemon serves this queue{waited}",
                     where=str(paths.folder),
                     fix=f"Start one: paceline queue serve --dir {paths.folder}",
                 ) from None
