@@ -80,6 +80,9 @@ def test_the_page_has_all_sections_and_every_policy_in_each():
     titles = ["Policies", "Jobs done", "Completion times", "Waiting", "Devices over time"]
     assert re.findall(r"<h2>(.*?)</h2>", page) == titles
     assert "Jobs complete soonest under las: 1 h on average, of at least 0.5 h." in page
+    tie = render_queue_page(report(policy_run("fifo", 1.0), policy_run("las", 1.004)))
+    assert "Jobs complete soonest under fifo and las: 1 h on average, within 1 %" in tie
+    assert "All work is done soonest" not in tie
     for name in ("jobs-done", "completion-times"):
         chart = re.search(rf'<figure[^>]* id="{name}".*?</figure>', page, re.DOTALL).group()
         assert chart.count("<polyline") == 3  # two policies and the lower bound

@@ -155,6 +155,21 @@ def test_the_same_scenario_gives_the_same_log_and_another_seed_another_one():
     assert '"action": "start"' in logs[0]
 
 
+@pytest.mark.parametrize(
+    ("scenario", "assumed"),
+    [
+        (Scenario(), "durations known exactly; restarts are free; no node fails"),
+        (
+            Scenario(durations="unknown", restart_s=60.0, node_mtbf_s=7200.0),
+            "durations unknown; a restart costs 60 s; a node fails every 2 h; seed 1",
+        ),
+    ],
+)
+def test_the_first_line_says_what_is_assumed(scenario, assumed):
+    report = to_report(run_study("small", small(), CLUSTER, [Fifo()], scenario))
+    assert report.summary.endswith("; " + assumed)
+
+
 def test_failures_cost_restarts_and_all_jobs_still_end():
     scenario = Scenario(node_mtbf_s=60.0, restart_s=7.0)
     run = simulate(small(), CLUSTER, Fifo(), scenario)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from paceline.report.queue.model import QueueFigures
 
 BOUND = "lower bound"
+_ALIKE = 1.01  # of the best: what differs by less is a tie, in a trace that is one sample
 _UNITS = ((3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 
@@ -85,3 +86,40 @@ def waiting(rows: Sequence[QueueFigures]) -> tuple[list[str], list[list[str]]]:
         }
         lines.append([row.policy, *(shown.get(size, "-") for size in sizes)])
     return heads, [*lines, ["jobs", *(f"{jobs[size]:,}" for size in sizes)]]
+
+
+def soonest(rows: Sequence[QueueFigures]) -> list[str]:
+    """Return the policies under which jobs complete soonest on average, ties included."""
+    best_s = min(row.jct_mean_s for row in rows)
+    return [row.policy for row in rows if row.jct_mean_s <= _ALIKE * best_s]
+
+
+def verdict(rows: Sequence[QueueFigures]) -> str:
+    """Return which policies are best at what, in a sentence or two."""
+    fastest = min(rows, key=lambda row: row.jct_mean_s)
+    if len(rows) == 1:
+        return (
+            f"Under {fastest.policy} a job takes {fastest.jct_mean_s / 3600:.3g} h on average, of "
+            f"at least {fastest.jct_bound_s / 3600:.3g} h; all are done after "
+            f"{fastest.makespan_s / 3600:.3g} h."
+        )
+    first, shortest = soonest(rows), min(row.makespan_s for row in rows)
+    sentence = (
+        f"Jobs complete soonest under {_listed(first)}: {fastest.jct_mean_s / 3600:.3g} h on "
+        f"average{', within 1 %' if len(first) > 1 else ''}, of at least "
+        f"{fastest.jct_bound_s / 3600:.3g} h."
+    )
+    done = [row.policy for row in rows if row.makespan_s <= _ALIKE * shortest]
+    if not set(done) & set(first):
+        sentence += f" All work is done soonest under {_listed(done)}."
+    return sentence
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return names as a clause.
+
+    >>> _listed(["las"]), _listed(["srtf", "srsf", "muri"])
+    ('las', 'srtf, srsf and muri')
+    """
+    *some, last = names
+    return f"{', '.join(some)} and {last}" if some else last

@@ -9,7 +9,7 @@ from paceline.report.page.chart import render
 from paceline.report.page.document import render_page, write_page
 from paceline.report.page.markup import details, header, section, table
 from paceline.report.queue.curves import completion_times, jobs_done
-from paceline.report.queue.figures import comparison, waiting
+from paceline.report.queue.figures import comparison, verdict, waiting
 from paceline.report.queue.gantt import colours_of, gantt
 
 if TYPE_CHECKING:
@@ -34,7 +34,12 @@ def render_queue_page(report: QueueReport) -> str:
     """Return the page."""
     figures = [run.figures for run in report.runs]
     body = [
-        header(report.title, report.cautions, _verdict(report), report.summary),
+        header(
+            report.title,
+            report.cautions,
+            verdict([run.figures for run in report.runs]),
+            report.summary,
+        ),
         "<main>",
         section("Policies", _POLICIES, table(*comparison(figures))),
         section("Jobs done", "", render(jobs_done(report.runs))),
@@ -52,26 +57,6 @@ def render_queue_page(report: QueueReport) -> str:
         "</main>",
     ]
     return render_page(report.title, "\n".join(body), "All times are simulated.")
-
-
-def _verdict(report: QueueReport) -> str:
-    """Return which policy is best at what, in a sentence."""
-    figures = [run.figures for run in report.runs]
-    fastest = min(figures, key=lambda row: row.jct_mean_s)
-    shortest = min(figures, key=lambda row: row.makespan_s)
-    if len(figures) == 1:
-        return (
-            f"Under {fastest.policy} a job takes {fastest.jct_mean_s / 3600:.3g} h on average, of "
-            f"at least {fastest.jct_bound_s / 3600:.3g} h; all are done after "
-            f"{fastest.makespan_s / 3600:.3g} h."
-        )
-    sentence = (
-        f"Jobs complete soonest under {fastest.policy}: {fastest.jct_mean_s / 3600:.3g} h on "
-        f"average, of at least {fastest.jct_bound_s / 3600:.3g} h."
-    )
-    if shortest.makespan_s < fastest.makespan_s * 0.999:
-        sentence += f" All work is done soonest under {shortest.policy}."
-    return sentence
 
 
 def _devices(report: QueueReport) -> str:

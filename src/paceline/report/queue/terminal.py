@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.text import Text
 
 from paceline.report.fitting_table import FittingTable
-from paceline.report.queue.figures import comparison, waiting
+from paceline.report.queue.figures import comparison, soonest, verdict, waiting
 from paceline.report.words import printable
 
 if TYPE_CHECKING:
@@ -23,9 +23,10 @@ def render_queue(report: QueueReport) -> Group:
     parts: list[RenderableType] = [Text(printable(report.summary), style="bold")]
     parts += [Text(printable(sentence), style="yellow") for sentence in report.cautions]
     heads, rows = comparison(figures)
-    best = min(range(len(figures)), key=lambda i: figures[i].jct_mean_s)
-    bold = frozenset([best]) if len(figures) > 1 else frozenset()
+    best = soonest(figures) if len(figures) > 1 else []
+    bold = frozenset(index for index, row in enumerate(figures) if row.policy in best)
     parts += [Text(), _table(heads, rows, bold=bold, corner="policy")]
+    parts += [Text(), Text(printable(verdict(figures)))]
     heads, rows = waiting(figures)
     parts += [
         Text(),

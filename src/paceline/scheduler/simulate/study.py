@@ -158,17 +158,31 @@ def _summary(study: Study) -> str:
     scenario = study.scenario
     if isinstance(scenario.durations, float):
         words.append(f"durations wrong by up to {scenario.durations:g}x")
+    elif scenario.durations == "known":
+        words.append("durations known exactly")
     else:
         words.append(f"durations {scenario.durations}")
     if scenario.rate_error:
         words.append(f"rates wrong by up to {format_share(scenario.rate_error)}")
+    words.append(_restarts(study))
     if scenario.node_mtbf_s:
         words.append(f"a node fails every {scenario.node_mtbf_s / 3600:g} h")
-    if scenario.restart_s is not None:
-        words.append(f"a restart costs {scenario.restart_s:g} s")
+    else:
+        words.append("no node fails")
     if scenario.rate_error or scenario.node_mtbf_s or isinstance(scenario.durations, float):
         words.append(f"seed {scenario.seed}")
     return "; ".join(words)
+
+
+def _restarts(study: Study) -> str:
+    costs_s = {job.restart_s for job in study.queue.jobs}
+    if study.scenario.restart_s is not None:
+        costs_s = {study.scenario.restart_s}
+    least_s, most_s = min(costs_s, default=0.0), max(costs_s, default=0.0)
+    if most_s <= 0:
+        return "restarts are free"
+    span = f"{most_s:g} s" if least_s == most_s else f"{least_s:g} to {most_s:g} s"
+    return f"a restart costs {span}"
 
 
 def _cautions(study: Study) -> tuple[str, ...]:
