@@ -336,9 +336,10 @@ def missing_library(library: str, *, fix: str) -> Missing:
 def _source_error(kind: str, where: str, why: str) -> PacelineError:
     """Return the error for data in place: the user's own files."""
     if kind == "source":
-        return CorruptData(
-            "the data is damaged", where=where, why=why, fix="Restore the file from a copy"
-        )
+        fix = "Restore the file from a copy"
+        if why.startswith("the record at byte") and why.endswith("is truncated"):  # of TFRecord
+            fix += ", or read what is there: open_pack(..., allow_truncated=True)"
+        return CorruptData("the data is damaged", where=where, why=why, fix=fix)
     if kind == "changed":
         return DataChanged(
             "the data was changed since it was indexed",

@@ -18,6 +18,7 @@ from paceline.core.files import (
     commit_bytes,
     commit_chunks,
     commit_text,
+    free_middle,
     prepare_file,
     read_text,
     try_lock,
@@ -212,3 +213,25 @@ def test_a_copy_belongs_to_the_owner_of_the_original_or_to_no_group(tmp_path, mo
     commit_chunks(copy, [b""], other)
     assert copy.stat().st_gid == access.gid
     assert not mode_of(copy) & 0o070
+
+
+def test_the_middle_of_a_log_is_freed_while_it_is_written(tmp_path):
+    path, most_bytes = tmp_path / "log", 4 << 20
+    with path.open("ab", buffering=0) as log:
+        log.write(b"the first line\n" + b"x" * (1 << 20))
+        free_middle(path, most_bytes, "removed")
+        assert b"removed" not in path.read_bytes()
+        for part in range(40):
+            log.write(b"y" * (1 << 20))
+            free_middle(path, most_bytes, "removed")
+            assert path.stat().st_blocks * 512 <= most_bytes + (1 << 20), part
+        log.write(b"\nthe last line\n")
+    found = path.read_bytes()
+    assert found.startswith(b"the first line\nxxx")
+    assert found.endswith(b"yyy\nthe last line\n")
+    assert b"\nremoved\n" in found
+
+
+def test_a_log_that_is_gone_is_left_alone(tmp_path):
+    free_middle(tmp_path / "log", 1, "removed")
+    assert list(tmp_path.iterdir()) == []

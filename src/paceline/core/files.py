@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import logging
 import os
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _LOG = logging.getLogger(__name__)
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # FALLOC_FL_ of <linux/falloc.h>
+_BLOCK = 1 << 16  # a multiple of all file systems' blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,3 +338,35 @@ def read_text(path: Path) -> str:
 def _partial(path: Path) -> Path:
     """Return the temporary file that becomes `path`: in the same folder, for the rename."""
     return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
+def free_middle(path: Path, most_bytes: int, note: str) -> None:
+    """Free the middle of a file that others append to, so that it takes about `most_bytes` at most.
+
+    Its begin and its end stay where they are, with zeros between them that take no space (a hole,
+    fallocate(2)); `note` stands where they begin. Nothing happens where the file takes less, or the
+    file system makes no holes.
+    """
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        status = os.fstat(file)
+        if status.st_blocks * 512 <= most_bytes:
+            return
+        text = f"\n{note}\n".encode()
+        # Whole blocks are freed. Half of the limit is left to what is appended until the next look.
+        begin = -(-(most_bytes // 4) // _BLOCK) * _BLOCK
+        end = (status.st_size - most_bytes // 4) // _BLOCK * _BLOCK
+        if end - begin > _BLOCK + len(text) and _punch_hole(file, begin, end - begin):
+            os.pwrite(file, text, begin)
+    finally:
+        os.close(file)
+
+
+def _punch_hole(file: int, begin: int, length: int) -> bool:
+    """Return whether the bytes of a part of a file were freed."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    offsets = (ctypes.c_int64(begin), ctypes.c_int64(length))
+    return bool(libc.fallocate(file, _KEEP_SIZE | _PUNCH_HOLE, *offsets) == 0)

@@ -101,6 +101,14 @@ Example: paceline queue submit -n 2 --work 5000 -- python train.py --epochs 5
     help="From that signal to SIGKILL.",
 )
 @click.option(
+    "--log-limit",
+    "log_limit",
+    default="1GiB",
+    show_default=True,
+    metavar="SIZE",
+    help="Of each start's log, the begin and the end are kept, so much in all; 0: all of it.",
+)
+@click.option(
     "--env", "variables", multiple=True, metavar="NAME=VALUE", help="Beside all of this shell's."
 )
 @click.option(
@@ -139,6 +147,7 @@ def submit(
     ranks: bool,
     stop_signal: str,
     grace_s: float,
+    log_limit: str,
     variables: tuple[str, ...],
     cwd: Path,
     wait: bool,
@@ -153,7 +162,7 @@ def submit(
     (docs/guides/queue-local.md).
     """
     from paceline.core.clock import SystemClock
-    from paceline.core.config import environment
+    from paceline.core.config import environment, parse_size
     from paceline.scheduler.job import Job
     from paceline.scheduler.local.jobs.rates import read_given
     from paceline.scheduler.local.jobs.submission import Submission
@@ -187,6 +196,7 @@ def submit(
         launcher=sys.executable if ranks else "",
         stop_signal=stop_signal,
         grace_s=grace_s,
+        log_bytes=parse_size(log_limit, where="--log-limit"),
         rates=given,
         token=uuid.uuid4().hex,
     )

@@ -28,6 +28,7 @@ class Submission(Record):
         grace_s: seconds from that signal to SIGKILL.
         rates: of the job's profile, units of work per second by device type (empty: any) and number
             of devices; empty: as they are known to the queue.
+        log_bytes: of the log of each start that are kept, its begin and its end; 0: all.
         token: the same for every try of one submission, so that it is accepted once.
     """
 
@@ -39,6 +40,7 @@ class Submission(Record):
     stop_signal: str = "SIGUSR1"
     grace_s: float = 30.0
     rates: dict[str, dict[str, float]] = field(default_factory=dict)
+    log_bytes: int = 0
     token: str = ""
 
     def __post_init__(self) -> None:
@@ -52,6 +54,10 @@ class Submission(Record):
         if not self.grace_s >= 0:
             raise ConfigError(
                 f"the grace period must be at least 0 s, got {self.grace_s}", fix="Give seconds"
+            )
+        if self.log_bytes < 0:
+            raise ConfigError(
+                f"a log cannot have {self.log_bytes} bytes", fix="Give a size, or 0 for no limit"
             )
         for by_count in self.rates.values():
             for count, rate in by_count.items():

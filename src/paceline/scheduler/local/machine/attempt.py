@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.errors import StorageError, storage_errors
-from paceline.core.files import commit_text, sync_folder
+from paceline.core.files import commit_text, free_middle, sync_folder
 from paceline.core.processes import boot_id, started_ticks
 from paceline.core.record import Record
 from paceline.scheduler.local.jobs.records import Exit
@@ -53,12 +53,14 @@ class Order(Record):
         cores: to which all processes are bound; empty: unbound.
         stop_signal: number of the signal by which the command saves its state and ends.
         grace_s: from that signal to SIGKILL.
+        log_bytes: of the log that are kept on the disk, its begin and its end; 0: all.
     """
 
     command: tuple[str, ...]
     folder: str
     environ: dict[str, str] = field(default_factory=dict)
     cores: tuple[int, ...] = ()
+    log_bytes: int = 0
     stop_signal: int = int(signal.SIGUSR1)
     grace_s: float = 30.0
 
@@ -209,6 +211,12 @@ class AttemptFolder:
         except FileNotFoundError:
             return None
         return replace(ended, tail=self.tail())
+
+    def bound_log(self, most_bytes: int) -> None:
+        """Free the middle of the log if it takes more than this; 0: it may take anything."""
+        if most_bytes:
+            note = f"[the middle of this log was removed: it took more than {most_bytes:,} bytes]"
+            free_middle(self.log, most_bytes, note)
 
     def tail(self) -> str:
         """Return the last lines of the log."""

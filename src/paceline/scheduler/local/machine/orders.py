@@ -48,6 +48,7 @@ def order_for(
         cores=devices.cores_of(attempt.placement),
         stop_signal=int(submission.signal_number),
         grace_s=submission.grace_s,
+        log_bytes=submission.log_bytes,
     )
 
 

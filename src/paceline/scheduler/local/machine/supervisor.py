@@ -44,6 +44,7 @@ BEGAN = b"1"
 _SIGNALS = {PREEMPT, CANCEL, signal.SIGCHLD}
 _DEFAULT = (*PREEMPTION_SIGNALS, *STOP_SIGNALS)
 _IDLE_S = 3600.0  # a wait has an end; nothing happens at it
+_LOOK_S = 10.0  # between two looks at the size of the log
 # What is wrong with the command itself. All else may pass: no memory, no process, no space, a
 # program that is being written, a folder of a file server that is away for a moment.
 _LASTING = {
@@ -83,7 +84,7 @@ def supervise(folder: AttemptFolder, notify: int, clock: Clock) -> None:
         return
     _notify(notify, BEGAN)
     os.close(notify)
-    ended = _watch(child, order, clock)
+    ended = _watch(child, order, folder, clock)
     end_descendants(clock)  # what it left in the background: its devices are given away now
     folder.finish(ended)
 
@@ -117,12 +118,17 @@ def _start(order: Order, folder: AttemptFolder) -> subprocess.Popen[bytes]:
         )
 
 
-def _watch(child: subprocess.Popen[bytes], order: Order, clock: Clock) -> Exit:
-    """Pass signals on until the command has ended; return how it did."""
+def _watch(
+    child: subprocess.Popen[bytes], order: Order, folder: AttemptFolder, clock: Clock
+) -> Exit:
+    """Pass signals on, and bound the log, until the command has ended; return how it did."""
     kill_at_s: float | None = None
     killed = False
     while child.poll() is None:
-        left_s = _IDLE_S if kill_at_s is None else max(0.0, kill_at_s - clock.now_s())
+        folder.bound_log(order.log_bytes)
+        idle_s = _LOOK_S if order.log_bytes else _IDLE_S
+        left_s = idle_s if kill_at_s is None else max(0.0, kill_at_s - clock.now_s())
+        left_s = min(left_s, idle_s)
         came = signal.sigtimedwait(_SIGNALS, left_s)
         if came is not None and came.si_signo in (PREEMPT, CANCEL):
             _signal(child, order.stop_signal if came.si_signo == PREEMPT else signal.SIGTERM)
