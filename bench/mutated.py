@@ -199,7 +199,8 @@ PROTOCOLS = {
 
 def files(report, count):
     for name, (make, read, is_checked) in FORMATS.items():
-        with tempfile.TemporaryDirectory() as folder:
+        # In memory: an index that is made anew is synchronised, which is not what is tried here.
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             place = Path(folder)
             target = make(place / "good")
             found = spread(place, target, read, count)
