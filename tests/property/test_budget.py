@@ -165,6 +165,17 @@ def test_workers_that_share_cores_with_compute_give_way(made):
             assert rank.loader_nice > 0 or asked["accelerator"]
 
 
+def test_workers_beside_compute_on_one_core_of_four_threads_give_way():
+    cores = [
+        PhysicalCore(package=0, node=0, cache=0, threads=tuple(range(4 * k, 4 * k + 4)))
+        for k in range(4)
+    ]
+    topology = CpuTopology(source="sysfs", cores=tuple(cores))
+    budget = cpu_budget(topology, range(16), ranks=5, threads=1)
+    assert {(rank.compute, rank.loader) for rank in budget.ranks} >= {("0", "1-2"), ("3", "4-5")}
+    assert all(rank.loader_nice > 0 for rank in budget.ranks)
+
+
 @given(topologies(), st.integers(1, 8))
 def test_ranks_stay_on_a_numa_node_where_that_costs_little(topology, ranks):
     everything = [thread for core in topology.cores for thread in core.threads]

@@ -220,7 +220,8 @@ class RunConfig(Configuration):
         if from_version == 1:
             bind = data.pop("bind", True)
             data = {**data, "budget": "auto" if bind else "off"}
-        return {**data, "token_file": data.pop("data_token_file", "")}
+        token_file = data.pop("data_token_file", "")
+        return {**data, "token_file": token_file}
 
     @property
     def training(self) -> dict[str, str]:

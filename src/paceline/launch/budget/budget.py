@@ -170,7 +170,8 @@ def cpu_budget(
     assert allowed
     assert ranks >= 1
     topology = topology.restricted(allowed)
-    if ranks > len(topology.cores):
+    is_split = ranks > len(topology.cores)
+    if is_split:
         topology = topology.split()
     everything = CpuBudget(state="bound", allowed=core_list(allowed), source=topology.source)
     if ranks > len(topology.cores):
@@ -180,7 +181,7 @@ def cpu_budget(
     shares, spare = _divide(topology, ranks)
     if ranks > 1:
         shares = _alike(shares)
-    demand = _Demand(threads=threads, workers=workers, accelerator=accelerator)
+    demand = _Demand(threads=threads, workers=workers, accelerator=accelerator, is_split=is_split)
     budgets = tuple(_rank_budget(rank, share, demand) for rank, share in enumerate(shares))
     server = core_list(thread for core in spare for thread in core.threads)
     return replace(everything, ranks=budgets, server=server)
@@ -238,6 +239,7 @@ class _Demand:
     threads: int | None
     workers: int | None
     accelerator: bool
+    is_split: bool  # each hardware thread counts as a core: neighbours share a core's units
 
 
 def _rank_budget(rank: int, cores: Sequence[PhysicalCore], demand: _Demand) -> RankBudget:
@@ -281,7 +283,7 @@ def _rank_budget(rank: int, cores: Sequence[PhysicalCore], demand: _Demand) -> R
         communication=core_list(communication or first),
         loader=core_list(loader or first),
         loader_workers=workers,
-        loader_nice=0 if workers == 0 else nice,
+        loader_nice=0 if workers == 0 else LOADER_NICE if demand.is_split else nice,
         wait_policy="passive" if shares and workers and len(first) > 1 else "default",
     )
 
