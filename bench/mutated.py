@@ -5,8 +5,8 @@
   hang, answers honest calls as before, and its memory does not grow by more than 64 MiB.
 - files: 10,000 for each format, likewise. What is read is the right content or an error by name: no
   crash, none that takes 20 s, no growth of memory beyond 512 MiB. Formats with checksums are never
-  read wrong without an error (`wrong` 0); of those without, how many are read as something else is
-  told.
+  read wrong without an error (`wrong` 0); a TFRecord file that ends after a record, and a trace that
+  is reported as incomplete, are `shorter`. Of formats without checksums the numbers are given.
 
     python bench/mutated.py --json [--quick] [--only SECTION]
 """
@@ -215,7 +215,7 @@ def spread(place, target, read, count):
     """Read mutated copies of `target`, a file below ``good``, in processes that may crash."""
     good, name = place / "good", target.relative_to(place / "good")
     data = target.read_bytes()
-    total = {"right": 0, "refused": 0, "wrong": 0, "crashed": 0, "growth_bytes": 0}
+    total = {"right": 0, "refused": 0, "shorter": 0, "wrong": 0, "crashed": 0, "growth_bytes": 0}
     kinds = {}
     share, begins = count // WORKERS, []
     pending = [(worker, worker * share, (worker + 1) * share) for worker in range(WORKERS)]
@@ -268,7 +268,10 @@ def check(copy, target, data, read, numbers, writer):
             target.write_bytes(mutated(data, draw))
             signal.alarm(HANG_S)
             try:
-                outcome = "right" if read(copy) == right else "wrong"
+                found = read(copy)
+                outcome = "right" if found == right else "wrong"
+                if outcome == "wrong" and is_shorter(found, right):
+                    outcome = "shorter"
                 kind = outcome
             except PacelineError as problem:
                 outcome, kind = "refused", type(problem).__name__
@@ -288,6 +291,17 @@ def check(copy, target, data, read, numbers, writer):
         print(f"{target.name}: {type(problem).__name__}: {problem}", file=sys.stderr)
     finally:
         os._exit(code)
+
+
+class Records(list):
+    """Content of a format that does not say how many records there are."""
+
+
+def is_shorter(found, right):
+    """Whether less was read, and the format cannot tell, or the reader says so."""
+    if isinstance(found, Records):
+        return found == right[: len(found)]
+    return isinstance(found, tuple) and found[0] == "incomplete"
 
 
 def samples(count=24):
@@ -353,7 +367,7 @@ def make_records(folder):
 def read_records(folder):
     from paceline import store
 
-    return content(store.open_pack(folder / "data.tfrecord"))
+    return Records(content(store.open_pack(folder / "data.tfrecord")))
 
 
 def make_trace(folder):
@@ -375,7 +389,8 @@ def read_trace(folder):
     from paceline.trace.format.files import read_trace as read
 
     found = read(folder / "rank-00000.trace")
-    return found.events.tobytes(), found.names, repr(found.groups), repr(found.locations)
+    state = "complete" if found.complete else "incomplete"
+    return state, found.events.tobytes(), found.names, repr((found.groups, found.locations))
 
 
 def make_machine(folder):
