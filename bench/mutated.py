@@ -5,8 +5,8 @@
   hang, answers honest calls as before, and its memory does not grow by more than 64 MiB.
 - files: 10,000 for each format, likewise. What is read is the right content or an error by name: no
   crash, none that takes 20 s, no growth of memory beyond 512 MiB. Formats with checksums are never
-  read wrong without an error (`wrong` 0); a TFRecord file that ends after a record, and a trace that
-  is reported as incomplete, are `shorter`. Of formats without checksums the numbers are given.
+  read wrong without an error (`wrong` 0); a TFRecord file that ends after a record, and a trace
+  that is reported as incomplete, are `shorter`. Of other formats the numbers are given.
 
     python bench/mutated.py --json [--quick] [--only SECTION]
 """
