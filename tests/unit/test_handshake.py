@@ -9,12 +9,12 @@ import threading
 import pytest
 
 from paceline.core import handshake
+from paceline.core.clock import ManualClock
 from paceline.core.handshake import (
     NONCE_BYTES,
     PROOF_BYTES,
     Entrance,
     NotTheServer,
-    Stranger,
     TokenRefused,
     proof,
     prove,
@@ -29,25 +29,17 @@ class Server:
 
     def __init__(self, most=4, tokens=(TOKEN,)):
         self.selector = selectors.DefaultSelector()
+        self.clock = ManualClock()
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.address = listener.getsockname()
-        self.entrance = Entrance(listener, self.selector, tokens, most)
+        self.entrance = Entrance(listener, self.selector, tokens, most=most, clock=self.clock)
         self.admitted = []
-        self.now_s = 0.0
 
     def turn(self, timeout_s=0.0):
-        """Do what a server does when its selector wakes."""
-        has_callers = False
-        for key, _ in self.selector.select(timeout_s):
-            if key.data is self.entrance:
-                has_callers = True
-            elif isinstance(key.data, Stranger):
-                found = self.entrance.admit(key.data, self.now_s)
-                if found is not None:
-                    self.admitted.append(found)
-        if has_callers:
-            self.entrance.accept(self.now_s)
-        self.entrance.close_late(self.now_s)
+        """Do what a server does."""
+        admitted, others = self.entrance.select(timeout_s)
+        self.admitted += [found.connection for found in admitted]
+        assert others == []
 
     def dial(self):
         return socket.create_connection(self.address, WAIT_S)
@@ -171,7 +163,7 @@ def test_a_stranger_that_sends_byte_after_byte_has_no_more_time(server):
         for _ in range(20):
             slow.sendall(b"x")
             made.turn(WAIT_S)
-            made.now_s += handshake.PATIENCE_S / 20
+            made.clock.advance(handshake.PATIENCE_S / 20)
         made.turn()
         assert is_closed(slow)
 
@@ -182,6 +174,6 @@ def test_a_flood_of_wrong_tokens_does_not_fill_the_log(server, caplog):
         for _ in range(30):
             made.meet("a guess")
         assert len(caplog.records) == 1
-        made.now_s += 61
+        made.clock.advance(61)
         made.meet("a guess")
     assert "refused 30 connection(s)" in caplog.text

@@ -19,22 +19,28 @@ import errno
 import hashlib
 import hmac
 import logging
+import math
 import secrets
 import selectors
 import socket
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from paceline.core.clock import SystemClock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from paceline.core.clock import Clock
 
 NONCE_BYTES = PROOF_BYTES = 32
 REFUSED = bytes(PROOF_BYTES)
 MOST_STRANGERS = 256
 PATIENCE_S = 5.0  # for a connection to prove the token, in all
 _ACCEPTED_AT_ONCE = 64
+_LISTEN_AGAIN_S = 1.0  # after there was no descriptor left
 _TELL_S = 60.0  # between two lines about refused connections: a flood must not fill a log
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _LOG = logging.getLogger(__name__)
@@ -98,7 +104,7 @@ def _receive(connection: socket.socket, size: int, end_s: float) -> bytes:
 
 
 @dataclass(eq=False, slots=True)
-class Stranger:
+class _Stranger:
     """A connection that has not proved the token.
 
     Attributes:
@@ -114,19 +120,26 @@ class Stranger:
     received: bytes = b""
 
 
+class Admitted(NamedTuple):
+    """A connection that has proved the token, and the host from which it comes."""
+
+    connection: socket.socket
+    host: str
+
+
 class Entrance:
     """Accepts connections, and hands out those that have proved the token.
 
     Connections that have not are strangers: there is room for a few, the oldest of which makes way
     for a new one, and each has a deadline. So strangers shut out strangers only. All of it belongs
-    to the thread that waits on the selector, where the listener is registered with this entrance
-    as its data, and each stranger with itself.
+    to the thread that calls `select`, in place of the selector's.
 
     Args:
         listener: that listens already.
         selector: of the server.
         tokens: any of which suffices.
         most: strangers at a time.
+        clock: for deadlines.
     """
 
     def __init__(
@@ -134,7 +147,9 @@ class Entrance:
         listener: socket.socket,
         selector: selectors.BaseSelector,
         tokens: Sequence[str],
+        *,
         most: int = MOST_STRANGERS,
+        clock: Clock | None = None,
     ) -> None:
         if not all(tokens):
             raise ValueError("a server without a token")
@@ -143,17 +158,35 @@ class Entrance:
         self._selector = selector
         self._tokens = tuple(tokens)
         self._most = most
-        self._strangers: dict[Stranger, None] = {}  # the oldest first
+        self._clock: Clock = clock or SystemClock()
+        self._strangers: dict[_Stranger, None] = {}  # the oldest first
         self._refused = 0  # since the last line about them
-        self._tell_s = -_TELL_S
-        self._is_listening = True
+        self._tell_s = -math.inf
+        self._listen_s: float | None = None  # when to listen again; None: it listens
         selector.register(listener, selectors.EVENT_READ, self)
 
-    def accept(self, now_s: float) -> None:
-        """Take the connections that wait; call it after the events of a turn are dealt with.
+    def select(
+        self, timeout_s: float
+    ) -> tuple[list[Admitted], list[tuple[selectors.SelectorKey, int]]]:
+        """Wait for events; deal with those of the listener and of strangers.
 
-        A descriptor that is closed here may be given out again, and be taken for the old one.
+        Returns:
+            Connections that have proved the token, not registered any more, which do not block; and
+            the events of all other files, as the selector's `select` has them.
         """
+        admitted: list[Admitted] = []
+        others: list[tuple[selectors.SelectorKey, int]] = []
+        for key, mask in self._selector.select(timeout_s):
+            if key.data is self:
+                self._accept()
+            elif not isinstance(key.data, _Stranger):
+                others.append((key, mask))
+            elif self._has_proved(key.data):
+                admitted.append(Admitted(key.data.connection, key.data.host))
+        self._close_late()
+        return admitted, others
+
+    def _accept(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
                 connection, address = self._listener.accept()
@@ -165,7 +198,7 @@ class Entrance:
                 self._close(next(iter(self._strangers)))
             connection.setblocking(False)
             host = str(address[0]).removeprefix("::ffff:")  # of IPv4 on a socket for both
-            stranger = Stranger(connection, host, now_s + PATIENCE_S)
+            stranger = _Stranger(connection, host, self._clock.now_s() + PATIENCE_S)
             self._strangers[stranger] = None
             self._selector.register(connection, selectors.EVENT_READ, stranger)
             try:
@@ -175,50 +208,48 @@ class Entrance:
             except OSError:
                 self._close(stranger)
 
-    def admit(self, stranger: Stranger, now_s: float) -> socket.socket | None:
-        """Read from a stranger that can be read; return its connection if it has the token.
-
-        The connection is then the caller's, and no longer registered.
-        """
-        if stranger not in self._strangers:
-            return None
+    def _has_proved(self, stranger: _Stranger) -> bool:
+        """Read from a stranger; return whether it has the token: then it is none any more."""
+        if stranger not in self._strangers:  # it made way in this turn
+            return False
         try:
             piece = stranger.connection.recv(NONCE_BYTES + PROOF_BYTES - len(stranger.received))
         except BlockingIOError:
-            return None
+            return False
         except OSError:
             piece = b""
         stranger.received += piece
         if piece and len(stranger.received) < NONCE_BYTES + PROOF_BYTES:
-            return None
+            return False
         nonce, said = stranger.received[:NONCE_BYTES], stranger.received[NONCE_BYTES:]
         for token in self._tokens if piece else ():
             if hmac.compare_digest(said, proof(token, _Side.CLIENT, nonce, stranger.nonce)):
                 del self._strangers[stranger]
                 self._selector.unregister(stranger.connection)
-                with contextlib.suppress(OSError):  # the caller hears of it when it reads
+                with contextlib.suppress(OSError):  # the server hears of it when it reads
                     stranger.connection.send(proof(token, _Side.SERVER, nonce, stranger.nonce))
-                return stranger.connection
+                return True
         if piece:
             with contextlib.suppress(OSError):
                 stranger.connection.send(REFUSED)
-            self._tell(stranger.host, now_s)
+            self._tell(stranger.host)
         self._close(stranger)
-        return None
+        return False
 
-    def close_late(self, now_s: float) -> None:
+    def _close_late(self) -> None:
         """Close strangers whose time is over, and listen again if there was no descriptor left."""
+        now_s = self._clock.now_s()
         while self._strangers and next(iter(self._strangers)).deadline_s <= now_s:
             self._close(next(iter(self._strangers)))
-        if not self._is_listening:
+        if self._listen_s is not None and self._listen_s <= now_s:
             self._selector.register(self._listener, selectors.EVENT_READ, self)
-            self._is_listening = True
+            self._listen_s = None
 
     def close(self) -> None:
         """Close the listener and all strangers."""
         for stranger in list(self._strangers):
             self._close(stranger)
-        if self._is_listening:
+        if self._listen_s is None:
             self._selector.unregister(self._listener)
         self._listener.close()
 
@@ -228,15 +259,16 @@ class Entrance:
             return
         _LOG.warning("cannot accept a connection: %s", problem)
         self._selector.unregister(self._listener)  # it stays readable: do not spin
-        self._is_listening = False
+        self._listen_s = self._clock.now_s() + _LISTEN_AGAIN_S
 
-    def _close(self, stranger: Stranger) -> None:
+    def _close(self, stranger: _Stranger) -> None:
         del self._strangers[stranger]
         self._selector.unregister(stranger.connection)
         stranger.connection.close()
 
-    def _tell(self, host: str, now_s: float) -> None:
+    def _tell(self, host: str) -> None:
         self._refused += 1
+        now_s = self._clock.now_s()
         if now_s - self._tell_s < _TELL_S:
             return
         _LOG.warning(

@@ -65,7 +65,6 @@ def _read(path: Path) -> str:
         FileNotFoundError, NotADirectoryError: the user's token is not made yet.
         UsageError: see `find_token`.
     """
-    why = ""
     try:
         with path.open("rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -78,10 +77,6 @@ def _read(path: Path) -> str:
         raise UsageError(
             "a token file cannot be read", where=str(path), why=reason(problem), fix=_GIVE
         ) from None
-    try:
-        token = content.decode().strip()
-    except UnicodeDecodeError:
-        token, why = "", "it is no text"
     if mode & 0o007:
         raise UsageError(
             "other users can read a token file",
@@ -89,8 +84,14 @@ def _read(path: Path) -> str:
             why=f"its mode is {mode:04o}",
             fix=f"chmod 600 {path}; if others had access, write a new token, too",
         )
-    if not token or len(content) > _MOST_BYTES:
-        why = why or ("it is empty" if not token else f"it is longer than {_MOST_BYTES:,} bytes")
+    try:
+        token = content.decode().strip()
+        why = "" if token else "it is empty"
+    except UnicodeDecodeError:
+        token, why = "", "it is no text"
+    if len(content) > _MOST_BYTES:
+        why = f"it is longer than {_MOST_BYTES:,} bytes"
+    if why:
         raise UsageError(
             "a token file has no token",
             where=str(path),

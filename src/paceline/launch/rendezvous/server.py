@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import PacelineError
 from paceline.core.files import commit_bytes
-from paceline.core.handshake import Entrance, Stranger
+from paceline.core.handshake import Entrance
 from paceline.core.processes import allow_descriptors
 from paceline.launch.rendezvous.addresses import FOLDER, choose_address
 from paceline.launch.rendezvous.inbox import Inbox
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from paceline.core.clock import Clock
+    from paceline.core.handshake import Admitted
     from paceline.launch.rendezvous.messages import Notice
     from paceline.launch.rendezvous.root import Peer, RootAction, RootEvent
     from paceline.launch.task_placement import TaskPlacement
@@ -102,7 +103,7 @@ class RootServer:
         self._clock = clock
         self._inbox: Inbox[RootEvent] = Inbox()
         self._selector = selectors.DefaultSelector()
-        self._entrance = Entrance(listener, self._selector, tokens)
+        self._entrance = Entrance(listener, self._selector, tokens, clock=clock)
         self._connections: set[_Connection] = set()
         self._seen_reports: dict[str, tuple[int, int]] = {}
         self._finished = False
@@ -131,22 +132,17 @@ class RootServer:
                 if now_s >= look_s:
                     look_s = now_s + _POLL_INTERVAL_S
                     self._read_folder()
-                    self._entrance.close_late(now_s)
                 self._handle(Tick())
         finally:
             self._close()
 
     def _serve(self, timeout_s: float) -> None:
-        now_s, has_callers = self._clock.now_s(), False
-        for key, mask in self._selector.select(timeout_s):
-            if key.data is self._entrance:
-                has_callers = True
-            elif isinstance(key.data, Stranger):
-                self._admit(key.data, now_s)
-            elif key.fileobj is not self._inbox:
+        admitted, events = self._entrance.select(timeout_s)
+        for member in admitted:
+            self._admit(member)
+        for key, mask in events:
+            if key.fileobj is not self._inbox:
                 self._exchange(key.data, mask)
-        if has_callers:
-            self._entrance.accept(now_s)
         for event in self._inbox.take():
             self._handle(event)
 
@@ -180,16 +176,13 @@ class RootServer:
 
     # --- TCP ------------------------------------------------------------------------------------
 
-    def _admit(self, stranger: Stranger, now_s: float) -> None:
-        admitted = self._entrance.admit(stranger, now_s)
-        if admitted is None:
-            return
+    def _admit(self, member: Admitted) -> None:
         if len(self._connections) >= self._state.world_size + _SPARE_CONNECTIONS:
-            admitted.close()
+            member.connection.close()
             return
-        connection = _Connection(admitted, stranger.host)
+        connection = _Connection(member.connection, member.host)
         self._connections.add(connection)
-        self._selector.register(admitted, selectors.EVENT_READ, connection)
+        self._selector.register(member.connection, selectors.EVENT_READ, connection)
 
     def _exchange(self, connection: _Connection, mask: int) -> None:
         if connection not in self._connections:

@@ -96,7 +96,7 @@ class KnownNodes:
         self._asked_s: dict[str, float] = {}
         self._sought_s: dict[int, float] = {}  # by shard: when its owners were last asked for it
         self._why_lost: dict[str, str] = {}
-        self._damaged_s: dict[tuple[str, int], float] = {}  # when a node was last told of a shard
+        self._damaged_s: dict[tuple[str, int], float] = {}  # last report of a shard to a node
         self._has_missed = False  # some shard was not where it was sought: nodes may have more now
         self._members = Membership(
             self_name="",

@@ -24,12 +24,12 @@ import selectors
 import socket
 import struct
 import threading
-import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.handshake import Entrance, Stranger, prove
+from paceline.core.handshake import Entrance, prove
+from paceline.core.processes import allow_descriptors
 from paceline.native import peer_error
 
 if TYPE_CHECKING:
@@ -149,6 +149,7 @@ class OutputListener:
     """
 
     def __init__(self, listener: socket.socket, token: str, handle: Handler) -> None:
+        allow_descriptors(_MOST_CONNECTIONS)
         self._handle = handle
         self._selector = selectors.DefaultSelector()
         self._entrance = Entrance(listener, self._selector, (token,))
@@ -162,25 +163,17 @@ class OutputListener:
 
     def _wait(self) -> None:
         while True:
-            has_callers = False
-            for key, _ in self._selector.select(_LOOK_S):
-                if key.data is self._entrance:
-                    has_callers = True
-                elif isinstance(key.data, Stranger):
-                    self._admit(key.data)
-                elif isinstance(key.fileobj, socket.socket):
+            admitted, events = self._entrance.select(_LOOK_S)
+            for peer in admitted:
+                self._admit(peer.connection)
+            for key, _ in events:
+                if isinstance(key.fileobj, socket.socket):
                     self._selector.unregister(key.fileobj)
                     self._pool.submit(self._answer, key.fileobj)
                 else:
                     self._take_back()
-            if has_callers:
-                self._entrance.accept(time.monotonic())
-            self._entrance.close_late(time.monotonic())
 
-    def _admit(self, stranger: Stranger) -> None:
-        connection = self._entrance.admit(stranger, time.monotonic())
-        if connection is None:
-            return
+    def _admit(self, connection: socket.socket) -> None:
         if self._count >= _MOST_CONNECTIONS:
             connection.close()
             return

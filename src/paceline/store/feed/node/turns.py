@@ -24,7 +24,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from paceline.core.handshake import Entrance, Stranger, prove
+from paceline.core.handshake import Entrance, prove
 from paceline.store.feed.node.tuning import HillClimb
 
 if TYPE_CHECKING:
@@ -126,25 +126,18 @@ class TurnServer:
             entrance = Entrance(self._listener, selector, (self._token,))
             selector.register(self._ends, selectors.EVENT_READ)
             while True:
-                has_callers = False
-                for key, _ in selector.select(_LOOK_S):
+                admitted, events = entrance.select(_LOOK_S)
+                for reader in admitted:
+                    selector.register(reader.connection, selectors.EVENT_READ)
+                    self._received[reader.connection] = b""
+                for key, _ in events:
                     if key.fileobj is self._ends:
                         for connection in list(self._received):
                             connection.close()
                         entrance.close()
                         return
-                    if key.data is entrance:
-                        has_callers = True
-                    elif isinstance(key.data, Stranger):
-                        admitted = entrance.admit(key.data, time.monotonic())
-                        if admitted is not None:
-                            selector.register(admitted, selectors.EVENT_READ)
-                            self._received[admitted] = b""
-                    elif isinstance(key.fileobj, socket.socket):
+                    if isinstance(key.fileobj, socket.socket):
                         self._receive(selector, key.fileobj)
-                if has_callers:
-                    entrance.accept(time.monotonic())
-                entrance.close_late(time.monotonic())
                 self._grant(selector)
 
     def _receive(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
